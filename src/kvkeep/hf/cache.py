@@ -1,0 +1,362 @@
+"""The bounded cache of the transformers engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from ..layout import Round, Row
+from ..settings import Settings
+from .hooks import Hooks
+from .layer import EvictingLayer
+from .model import Unsupported, examine
+from .reader import Reader, Reading
+from .rounds import Rounds
+from .step import RowMask, Step
+from .streams import Streams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class EvictCache(Cache):
+    """A cache that never holds more than K + r entries of a KV head.
+
+    Make one with :func:`kvkeep.evict` or :meth:`kvkeep.Settings.cache` and pass it to ``generate``
+    or to the model's forward, under the name that the installed transformers wants
+    (``past_key_values`` or ``cache``). Forward hooks on the model tell it of each forward; nothing
+    of transformers is patched. Inference only: stored entries carry no gradient.
+
+    Args:
+        model: a causal language model of transformers.
+        settings: policy, budget, protection, seed.
+        samples: sample number of each row; by default rows with equal prompts are numbered in order.
+
+    Raises:
+        Unsupported: the model or its configuration cannot work with an evicting cache.
+        ValueError: the settings do not fit the model.
+    """
+
+    def __init__(self, model: PreTrainedModel, settings: Settings, samples: Sequence[int] | None = None) -> None:
+        self.settings = settings
+        self.policy = settings.make_policy()
+        self.budget = settings.make_budget()
+        self.prompt_length: int | None = None
+        self.info = examine(model)
+        if self.budget is not None:
+            self.policy.check(heads=self.info.heads, every=self.budget.every, total=self.budget.total)
+        layers = list(self.info.layers)
+        self.evicting: list[EvictingLayer] = []
+        for number in self.info.evicting:
+            layers[number] = EvictingLayer(number, lambda: self._step, lambda: self._columns)
+            self.evicting.append(layers[number])
+        super().__init__(layers=layers)
+        self._rounds = Rounds(self.policy, settings, self.info, self.evicting)
+        self._samples = samples
+        self._begin_request()
+        self._hooks = Hooks(self, self.info)
+
+    def _begin_request(self) -> None:
+        self.rows: list[Row] = []
+        self._reader: Reader | None = None
+        self._reading: Reading | None = None
+        self._step: Step | None = None
+        self._columns = 0
+        self._padded = False
+        self._peak = 0
+        self._mode: Any = None
+        self._marked = False
+        self._streams = Streams(self._samples)
+        self._rounds.begin_request()
+
+    # ---- for users ------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forget everything, ready for the next prompt. Draws depend on the prompt, not on what came before."""
+        super().reset()
+        self._begin_request()
+
+    def close(self) -> None:
+        """Take the hooks off the model. The cache cannot be used any more."""
+        self._hooks.remove()
+
+    @contextmanager
+    def as_prompt(self) -> Iterator[None]:
+        """Forwards inside are prompt, whatever their size: a new turn, or a last chunk of one token."""
+        with self._as("prompt"):
+            yield
+
+    @contextmanager
+    def as_trace(self) -> Iterator[None]:
+        """Forwards inside are trace, whatever their size: teacher forcing in chunks."""
+        with self._as("trace"):
+            yield
+
+    @contextmanager
+    def _as(self, mode: str) -> Iterator[None]:
+        before, self._mode = self._mode, mode
+        try:
+            yield
+        finally:
+            self._mode = before
+
+    def override(self, keep: Tensor | None = None, forget: Tensor | None = None) -> None:
+        """Force entries to stay or to go, for probes. Call it before the first round.
+
+        Args:
+            keep: bool [B, L, H, T] (any axis but the last may be 1): entries at these positions are
+                never evicted. L counts the evicting layers.
+            forget: same shape: entries that go first. ``keep`` outranks it.
+        """
+        self._rounds.override(keep, forget)
+
+    def trace_space(self) -> int | None:
+        """Trace tokens the next forward may bring at most; None if there is no limit."""
+        spaces = [row.space() for row in self.rows]
+        return None if not spaces or spaces[0] is None else min(s for s in spaces if s is not None)
+
+    def kept_positions(self, row: int = 0) -> Tensor:
+        """Positions that are still cached, ascending: int32 [L, H, n] on the CPU (L evicting layers)."""
+        return self._rounds.kept_positions(row, self.rows, self._streams)
+
+    def nbytes(self) -> int:
+        """Bytes allocated for entries, all layers, measured on the tensors."""
+        storages = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+            for layer in self.layers
+            if not isinstance(layer, EvictingLayer) and layer.is_initialized
+            for t in (layer.keys, layer.values)
+        }
+        native = sum(int(size) for size in storages.values())
+        return native + sum(layer.nbytes for layer in self.evicting)
+
+    def stats(self, positions: bool = False) -> dict[str, Any]:
+        """What the cache did and what it costs.
+
+        Args:
+            positions: add ``kept_positions``, a list with an int32 tensor [L, H, n] a row.
+
+        Returns:
+            Lists have one number a row. ``entries`` counts what each KV head of an evicting layer
+            holds; ``bytes`` are allocated bytes: ``entries`` (keys and values of all layers),
+            ``positions`` (position store), ``policy`` (state of the policy), ``now`` and ``peak``
+            (their sum).
+        """
+        entries = self.nbytes()
+        extra = self._rounds.positions_nbytes
+        self._peak = max(self._peak, entries + extra)
+        found: dict[str, Any] = {
+            "policy": self.policy.name,
+            "protect": self.settings.protect_text,
+            "seen": [row.seen for row in self.rows],
+            "prompt": [row.prompt_length for row in self.rows],
+            "protected": [row.protected for row in self.rows],
+            "budget": [None if row.budget is None else row.budget.total for row in self.rows],
+            "grown": [
+                row.budget is not None and self.budget is not None and row.budget.total > self.budget.total
+                for row in self.rows
+            ],
+            "rounds": [row.trace_rounds for row in self.rows],
+            "evicted": [row.evicted for row in self.rows],
+            "entries": [row.cached for row in self.rows],
+            "bytes": {
+                "entries": entries,
+                "positions": extra,
+                "policy": 0,
+                "now": entries + extra,
+                "peak": self._peak,
+            },
+        }
+        if positions:
+            found["kept_positions"] = [self.kept_positions(row) for row in range(len(self.rows))]
+        return found
+
+    # ---- what the hooks call --------------------------------------------------------------------
+
+    @property
+    def step(self) -> Step | None:
+        """The forward that is under way."""
+        return self._step
+
+    def begin(self, batch: int, q: int, ids: Tensor | None, mask: Tensor | None, device: torch.device) -> None:
+        """Prepare for a forward of ``q`` columns: run the rounds that are due, decide where it writes."""
+        if self._step is not None:
+            raise RuntimeError("an earlier forward with this cache failed halfway: call reset() and start again")
+        if not self.rows:
+            self.rows = [
+                Row.new(self.budget, self.settings.protection, self.policy.slots_per_unit) for _ in range(batch)
+            ]
+            self._reader = Reader(batch, self.prompt_length)
+            self._rounds.begin(batch, device)
+        if batch != len(self.rows):
+            raise ValueError(f"the cache holds {len(self.rows)} rows and got a forward of {batch}: call reset() first")
+        assert self._reader is not None
+        self._reader.mode, self._reader.marked = self._mode, self._marked
+        reading = self._reader.read(q, mask)
+        if ids is None and self._samples is None and self.policy.evicts:
+            raise Unsupported(
+                "inputs_embeds hide the prompt's ids, which seed its draws: pass samples=[one number a row]"
+            )
+        if reading.prompt and not self._reader.in_trace and ids is not None:
+            self._streams.add(ids[:, : reading.prompt], [min(p, reading.prompt) for p in reading.pads])
+        self._padded = self._padded or any(reading.pads)
+        self._step = (
+            self._turn(q) if reading.turn else self._first_prompt(q, reading) if reading.prompt else self._trace(q)
+        )
+        self._reading = reading
+        self._marked = False
+
+    def end(self) -> None:
+        """A forward is through: its columns count as seen."""
+        if self._step is None or self._reader is None or self._reading is None:
+            return
+        q, self._step = self._step.columns, None
+        self._reader.done(q, self._reading)
+        self._columns = self._reader.columns
+        if self._peak == 0 or q > 1 or self._rounds.moved:
+            self._peak = max(self._peak, self.nbytes() + self._rounds.positions_nbytes)
+            self._rounds.moved = False
+
+    def _first_prompt(self, q: int, reading: Reading) -> Step:
+        rows = [replace(row) for row in self.rows]
+        trace = q - reading.prompt
+        for row, pad in zip(rows, reading.pads, strict=True):
+            row.add_prompt(reading.prompt - min(pad, reading.prompt))
+            space = row.space()
+            if trace and space is not None and trace > space:
+                raise ValueError(self._too_long(trace, space))
+            row.add_trace(trace)
+        starts, stored = [row.cached for row in self.rows], max(row.cached for row in self.rows)
+        before, self.rows = self.rows, rows
+        step = Step(q, starts, reading.pads, stored, max(1, self._most()), self._bound(), appended=self._padded)
+        if self._padded and stored:
+            step.mask = self._tail_mask([row.cached for row in before], stored, reading.pads, q)
+        return step
+
+    def _trace(self, q: int) -> Step:
+        spaces = [row.space() for row in self.rows]
+        if spaces[0] is not None and q > min(s for s in spaces if s is not None):
+            raise ValueError(self._too_long(q, min(s for s in spaces if s is not None)))
+        due = {i: row.next_round() for i, row in enumerate(self.rows) if row.needs_round()}
+        if due:
+            self._carry_out(due)
+            if len(due) == len(self.rows):
+                self._rounds.shrink(self._bound())
+        starts = [row.cached for row in self.rows]
+        stored = max(starts)
+        for row in self.rows:
+            row.add_trace(q)
+        step = Step(q, starts, [0] * len(starts), stored, self._most(), self._bound())
+        if self._padded:
+            if q > 1:
+                step.appended = True
+                step.mask = self._tail_mask(starts, stored, step.pads, q)
+            elif step.uniform:
+                step.unmasked = True
+            else:
+                device = self._rounds.device
+                lengths = torch.tensor(starts, device=device).unsqueeze(1)
+                step.mask = RowMask(torch.arange(step.needed, device=device) <= lengths, 0)
+        return step
+
+    def _turn(self, q: int) -> Step:
+        rows = [replace(row) for row in self.rows]
+        events = {i: event for i, row in enumerate(rows) if (event := row.next_turn(q)) is not None}
+        tail = all(row.turn_slot == row.cached for row in rows) and not events
+        if events:
+            self._carry_out(events, spare=q)
+        starts = [row.turn_slot for row in self.rows]
+        for i, row in enumerate(self.rows):
+            self._rounds.note_turn(i, row, q)
+            row.add_turn(q)
+        stored = max(row.cached for row in self.rows)
+        if tail and not self._padded:
+            return Step(q, starts, [0] * len(starts), stored - q, stored, self._bound())
+        step = Step(q, starts, [0] * len(starts), stored, stored, self._bound(), appended=True)
+        device = self._rounds.device
+        slots = torch.arange(stored, device=device)
+        first = torch.tensor(starts, device=device).unsqueeze(1)
+        count = torch.tensor([row.cached for row in self.rows], device=device).unsqueeze(1)
+        old = (slots < count) & ~((slots >= first) & (slots < first + q))
+        step.mask = RowMask(torch.cat([old, old.new_ones(len(starts), q)], dim=1), q)
+        return step
+
+    def _tail_mask(self, counts: list[int], stored: int, pads: list[int], q: int) -> RowMask:
+        device = self._rounds.device
+        old = torch.arange(stored, device=device) < torch.tensor(counts, device=device).unsqueeze(1)
+        new = torch.arange(q, device=device) >= torch.tensor(pads, device=device).unsqueeze(1)
+        return RowMask(torch.cat([old, new], dim=1), q)
+
+    def _carry_out(self, events: dict[int, Round], spare: int = 0) -> None:
+        self._rounds.run(events, self.rows, self._streams, spare)
+        for i, event in events.items():
+            self.rows[i].apply(event)
+
+    def _most(self) -> int:
+        return max(row.cached for row in self.rows)
+
+    def _bound(self) -> int | None:
+        """Slots the storage needs for good: the widest row's K + r."""
+        limits = [row.limit for row in self.rows]
+        return None if limits[0] is None else max(x for x in limits if x is not None)
+
+    def _too_long(self, q: int, space: int) -> str:
+        return (
+            f"a forward of {q} trace tokens would cross a round: at most {space} fit now. Split it there "
+            "(cache.trace_space() says how many fit), or run it inside cache.as_prompt() if it is a new turn."
+        )
+
+    # ---- what transformers calls ----------------------------------------------------------------
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns seen so far, padding included: what the next token's position is counted from."""
+        if self._step is None and self._reader is not None:
+            self._reader.asked_length = True
+        return self._columns
+
+    @property
+    def _is_user_defined(self) -> bool:
+        return True
+
+    @_is_user_defined.setter
+    def _is_user_defined(self, value: bool) -> None:
+        # `generate` sets this when it takes over a cache: what follows is a prefill.
+        self._marked = True
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Beam search: beams of one prompt share a stream and carry their entries with them."""
+        self._streams.share()
+        self._select(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._select(torch.arange(len(self.rows))[indices.to("cpu")])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if any(row.rounds for row in self.rows):
+            raise Unsupported("rows cannot be repeated after a round: their copies would share draws")
+        self._select(torch.arange(len(self.rows)).repeat_interleave(repeats))
+
+    def _select(self, indices: Tensor) -> None:
+        order = indices.tolist()
+        for layer in self.layers:
+            layer.reorder_cache(indices)
+        self.rows = [replace(self.rows[i]) for i in order]
+        self._streams.select(order)
+        self._rounds.select(order)
+        if self._reader is not None:
+            self._reader.select(order)
+
+    def crop(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self.activate_past_recording()
+
+    def activate_past_recording(self) -> NoReturn:
+        raise Unsupported(
+            "assisted decoding (assistant_model, prompt_lookup_num_tokens, ...) takes tokens back, which a bounded "
+            "cache cannot do: call generate without it"
+        )

@@ -1,0 +1,91 @@
+"""Forward hooks on the user's model: how a cache learns what a forward brings."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .model import ModelInfo, Unsupported, implementation
+
+if TYPE_CHECKING:
+    from .cache import EvictCache
+
+
+class Hooks:
+    """Two kinds of ``torch.nn.Module`` hooks, which act only in forwards that were given this cache.
+
+    On the decoder: before a forward the cache runs due rounds and decides where to write; after it
+    the tokens count as seen. On each evicting attention: the mask is replaced where rows hold
+    different numbers of entries. The hooks do not keep the cache alive.
+    """
+
+    def __init__(self, cache: EvictCache, info: ModelInfo) -> None:
+        reference = weakref.ref(cache)
+        signature = inspect.signature(info.decoder.forward)
+
+        def mine(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[EvictCache, dict[str, Any]] | None:
+            owner = reference()
+            if owner is None:
+                return None
+            given = dict(kwargs)
+            if args:
+                given |= signature.bind_partial(*args).arguments
+            passed = given.get("cache") or given.get("past_key_values")
+            return (owner, given) if passed is owner else None
+
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            found = mine(args, kwargs)
+            if found is not None:
+                _begin(*found)
+
+        def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            found = mine(args, kwargs)
+            if found is not None:
+                found[0].end()
+
+        def mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            owner = reference()
+            step = None if owner is None else owner.step
+            if step is None or (step.mask is None and not step.unmasked):
+                return None
+            if "attention_mask" not in kwargs:
+                raise Unsupported(f"{type(module).__name__} takes no attention_mask by name, which padding needs")
+            hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+            made = None
+            if step.mask is not None:
+                made = step.mask.for_attention(implementation(module), hidden.dtype, hidden.device)
+            return args, {**kwargs, "attention_mask": made}
+
+        self._handles = [
+            info.decoder.register_forward_pre_hook(before, with_kwargs=True),
+            info.decoder.register_forward_hook(after, with_kwargs=True),
+            *(m.register_forward_pre_hook(mask, with_kwargs=True) for m in info.attention.values()),
+        ]
+        self._finalizer = weakref.finalize(cache, _remove, self._handles)
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        self._finalizer()
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _begin(cache: EvictCache, given: dict[str, Any]) -> None:
+    ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
+    mask = given.get("attention_mask")
+    tokens = ids if ids is not None else embeds
+    if tokens is None:
+        raise ValueError("a forward needs input_ids or inputs_embeds")
+    if mask is not None and not isinstance(mask, Tensor):
+        raise Unsupported("ready-made attention masks are not supported: pass the 2D mask")
+    if tokens.shape[1] == 0:
+        raise ValueError("the prompt is empty: a forward needs at least one token")
+    device: torch.device = tokens.device
+    cache.begin(tokens.shape[0], tokens.shape[1], ids, mask, device)

@@ -1,0 +1,142 @@
+"""One layer's entries: allocated once, written in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer
+
+from .model import Unsupported
+from .step import Step
+
+_LEAST_GROWTH = 256  # slots
+
+
+class EvictingLayer(DynamicLayer):
+    """Keys and values of one attention layer, ``[B, H, S, D]`` each, S slots of which some are filled.
+
+    Args:
+        number: global layer number.
+        step: gives the forward that is under way, None between forwards.
+        columns: gives the number of columns seen so far, padding included.
+    """
+
+    is_croppable = False
+
+    def __init__(self, number: int, step: Callable[[], Step | None], columns: Callable[[], int]) -> None:
+        super().__init__()
+        self.number = number
+        self._step, self._columns = step, columns
+        self.k: Tensor | None = None
+        self.v: Tensor | None = None
+
+    # ---- what transformers calls ----------------------------------------------------------------
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Store a forward's entries ``[B, H, q, D]`` and return those its attention may see."""
+        step = self._step()
+        if step is None:
+            raise RuntimeError(
+                "the cache was updated outside a forward of its model: it works only with the model it was made for, "
+                "and only until evict() ends or close() is called"
+            )
+        self.reserve(step, key_states, value_states)
+        assert self.k is not None
+        assert self.v is not None
+        self.keys, self.values = (
+            self._store(step, storage, new) for storage, new in ((self.k, key_states), (self.v, value_states))
+        )
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        """Tokens seen, padding included: what positions are counted from. Not the entries that are left."""
+        return self._columns()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Entries the next forward sees, and the column that the first of them stands for."""
+        step, seen = self._step(), self._columns()
+        width = seen + query_length if step is None else min(step.width, seen + query_length)
+        return width, seen + query_length - width
+
+    def reset(self) -> None:
+        self.k = self.v = None
+        super().reset()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.select_rows(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.select_rows(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.k is not None:
+            self.select_rows(torch.arange(self.k.shape[0]).repeat_interleave(repeats))
+
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        raise Unsupported("a bounded cache cannot take tokens back (crop): evicted entries are gone")
+
+    # ---- storage --------------------------------------------------------------------------------
+
+    @property
+    def capacity(self) -> int:
+        """Slots allocated."""
+        return 0 if self.k is None else self.k.shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated for keys and values."""
+        return sum(t.untyped_storage().nbytes() for t in (self.k, self.v) if t is not None)
+
+    def reserve(self, step: Step, keys: Tensor, values: Tensor) -> None:
+        """Make room for a forward. Grows in steps until the first round, then never again."""
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
+        if step.needed > self.capacity:
+            grown = max(step.needed + _LEAST_GROWTH, step.needed * 5 // 4)
+            slots = grown if step.bound is None else max(min(grown, step.bound), step.needed)
+            self.resize(slots, keys, values)
+
+    def resize(self, slots: int, keys: Tensor | None = None, values: Tensor | None = None) -> None:
+        """Give the storage ``slots`` slots; what fits is kept. One tensor after the other, to keep the peak low."""
+        keys = self.k if keys is None else keys
+        values = self.v if values is None else values
+        if keys is None or values is None or slots == self.capacity:
+            return
+        self.k = self._resized(self.k, keys, slots)
+        self.v = self._resized(self.v, values, slots)
+
+    @staticmethod
+    def _resized(old: Tensor | None, like: Tensor, slots: int) -> Tensor:
+        new = like.new_zeros((like.shape[0], like.shape[1], slots, like.shape[3]))
+        if old is not None:
+            common = min(slots, old.shape[2])
+            new[:, :, :common] = old[:, :, :common]
+        return new
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep these batch rows, in this order."""
+        if self.k is not None and self.v is not None:
+            self.k = self.k.index_select(0, rows.to(self.k.device))
+            self.v = self.v.index_select(0, rows.to(self.v.device))
+
+    @staticmethod
+    def _store(step: Step, storage: Tensor, new: Tensor) -> Tensor:
+        """Write ``new`` [B, H, q, D] into its slots; return what attention sees."""
+        new = new.detach()  # inference only: evicted entries have no gradient
+        seen = storage[:, :, : step.stored] if step.appended else storage[:, :, : step.needed]
+        if step.appended:
+            # Copied before the write: a new turn's slots lie among the stored ones.
+            seen = torch.cat([seen, new], dim=2) if step.stored else new
+        if step.uniform:
+            start = step.starts[0]
+            storage[:, :, start : start + step.columns] = new
+        elif step.columns == 1:
+            rows, slots = step.places(storage.device)
+            storage[rows, :, slots] = new[:, :, 0]
+        else:
+            for row, (start, pad) in enumerate(zip(step.starts, step.pads, strict=True)):
+                storage[row, :, start : start + step.columns - pad] = new[row, :, pad:]
+        return seen

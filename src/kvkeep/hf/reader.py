@@ -1,0 +1,154 @@
+"""Which tokens of a forward are prompt, which are trace, and which are padding.
+
+A cache is not told where the prompt ends. The rules, first match first:
+
+1. ``prompt_length=`` was given: that many columns are the first prompt.
+2. Inside ``cache.as_prompt()`` or ``cache.as_trace()`` a forward is what it says.
+3. Before the first trace token: a forward of several tokens is prompt, and so is the very first
+   forward whatever its size. The first later forward of one token begins the trace, unless
+   ``generate`` is in the middle of a chunked prefill.
+4. After it: a forward of one token is trace. One of several tokens is a new turn if it comes from
+   ``generate`` (which asks for ``get_seq_length()`` first), else trace.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Literal
+
+import transformers
+from packaging.version import Version
+from torch import Tensor
+
+logger = logging.getLogger("kvkeep")
+
+Kind = Literal["prompt", "trace", "turn"]
+
+# From this release on, generate marks the cache it was given (`_is_user_defined`).
+_GENERATE_MARKS = Version(transformers.__version__) >= Version("5.17.0")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a forward of q columns feeds.
+
+    Attributes:
+        prompt: leading columns that belong to a prompt; the others are trace.
+        turn: True if the prompt columns begin or continue a later turn.
+        pads: padding columns of each row, all on the left.
+    """
+
+    prompt: int
+    turn: bool
+    pads: list[int]
+
+
+class Reader:
+    """Follows the forwards of one batch.
+
+    Args:
+        rows: B.
+        prompt_length: columns of the first prompt (padding included), or None to find out.
+    """
+
+    def __init__(self, rows: int, prompt_length: int | None) -> None:
+        if prompt_length is not None and prompt_length < 1:
+            raise ValueError(f"prompt_length must be at least 1, got {prompt_length}")
+        self.rows = rows
+        self.prompt_length = prompt_length
+        self.columns = 0  # before the forward being read
+        self.mode: Literal["prompt", "trace"] | None = None
+        self.in_trace = False
+        self.asked_length = False  # get_seq_length() was called since the last forward
+        self.marked = False  # generate took over the cache since the last forward
+        self._announced = 0  # columns that a chunked prefill is known to reach
+        self._real = [0] * rows  # tokens of each row that were not padding
+        self._warned = False
+
+    def read(self, q: int, mask: Tensor | None) -> Reading:
+        """Classify a forward of ``q`` columns with the 2D attention mask ``mask`` ([B, columns + q] or None).
+
+        Raises:
+            ValueError: the padding is not on the left, or the mask has another shape.
+        """
+        pads = self._pads(q, mask)
+        self._announce(q, mask)
+        prompt, turn = self._prompt_columns(q)
+        ends = self.columns + q >= max(self._announced, self.prompt_length or 0)
+        if ends and 0 in [r + q - p for r, p in zip(self._real, pads, strict=True)]:
+            raise ValueError("a row of the batch has an empty prompt: every row needs at least one token")
+        if turn and any(pads):
+            raise ValueError("padding inside a later turn is not supported: run rows with unequal turns one by one")
+        return Reading(prompt, turn, pads)
+
+    def select(self, order: list[int]) -> None:
+        """Keep these rows, in this order."""
+        self.rows = len(order)
+        self._real = [self._real[i] for i in order]
+
+    def done(self, q: int, reading: Reading) -> None:
+        """Move on after the forward has run."""
+        self.columns += q
+        self._real = [r + q - p for r, p in zip(self._real, reading.pads, strict=True)]
+        if reading.prompt < q:
+            self.in_trace = True
+        self.asked_length = self.marked = False
+
+    def _prompt_columns(self, q: int) -> tuple[int, bool]:
+        turn = self.in_trace
+        if self.mode is not None:
+            return (q if self.mode == "prompt" else 0), turn and self.mode == "prompt"
+        if not self.in_trace and self.prompt_length is not None:
+            return min(q, max(0, self.prompt_length - self.columns)), False
+        if self.columns < self._announced:
+            return q, turn
+        if not self.in_trace:
+            return (q if q > 1 or self.columns == 0 else 0), False
+        if q > 1 and self.asked_length:
+            return q, True
+        if q > 1 and not self._warned:
+            self._warned = True
+            logger.warning(
+                "a forward of %d tokens after the prompt counts as trace, whose entries can be evicted; "
+                "if it is a new turn, run it inside cache.as_prompt()",
+                q,
+            )
+        return 0, False
+
+    def _announce(self, q: int, mask: Tensor | None) -> None:
+        """Learn from ``generate`` how long a prefill in chunks will be.
+
+        It hands each chunk a slice of the whole mask; the row stride of that slice is the mask's
+        full length. Without this, a last chunk of one token would look like the first of the trace.
+        """
+        from_generate = self.marked or (not _GENERATE_MARKS and self.asked_length)
+        if not from_generate or mask is None or q < 2:
+            return
+        reached, full = self.columns + q, mask.stride(0)
+        whole = mask.untyped_storage().nbytes() // mask.element_size()
+        if mask.stride(1) == 1 and reached < full and whole == full * self.rows:
+            self._announced = full
+
+    def _pads(self, q: int, mask: Tensor | None) -> list[int]:
+        if mask is None or (q == 1 and (self.in_trace or self.columns > 0)):
+            # A decoding step is not looked at: reading the mask would wait for the device at every token.
+            return [0] * self.rows
+        if mask.dim() != 2 or mask.shape[0] != self.rows or mask.shape[1] < self.columns + q:
+            raise ValueError(
+                f"the attention mask has shape {tuple(mask.shape)}: kvkeep needs the 2D mask of all "
+                f"{self.columns + q} columns seen so far, [{self.rows}, {self.columns + q}]"
+            )
+        new = mask[:, self.columns : self.columns + q].to("cpu").bool().tolist()
+        pads = []
+        for row, kept in enumerate(new):
+            pad = kept.index(True) if True in kept else q
+            if pad < q and (not all(kept[pad:]) or (pad and self._real[row])):
+                raise ValueError(
+                    f"row {row} is padded on the right or in the middle: kvkeep needs left padding "
+                    "(tokenizer.padding_side = 'left')"
+                )
+            if pad == q and self._real[row]:
+                raise ValueError(f"row {row} is padded on the right: kvkeep needs left padding")
+            pads.append(pad)
+        return pads

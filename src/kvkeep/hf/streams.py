@@ -1,0 +1,69 @@
+"""Which stream each row draws from."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..draws import stream_of
+
+
+class Streams:
+    """Collects the prompts' ids and turns them into streams when the first round needs them.
+
+    Args:
+        samples: sample number of each row; None numbers rows with equal prompts by occurrence.
+    """
+
+    def __init__(self, samples: Sequence[int] | None) -> None:
+        self._samples = samples
+        self._chunks: list[tuple[Tensor, list[int]]] = []
+        self._shared = False
+        self._made: Tensor | None = None
+
+    def add(self, ids: Tensor, pads: list[int]) -> None:
+        """Note a chunk of the first prompt, ``ids`` [B, q] with ``pads`` padding columns on the left of each row."""
+        self._chunks.append((ids.detach().clone(), pads))
+
+    def share(self) -> None:
+        """Rows with equal prompts are beams of one request: they share a stream."""
+        self._shared = self._shared or self._made is None
+
+    def select(self, order: Sequence[int]) -> None:
+        """Keep these rows, in this order."""
+        self._chunks = [(ids[list(order)], [pads[i] for i in order]) for ids, pads in self._chunks]
+        if self._samples is not None:
+            self._samples = [self._samples[i] for i in order]
+        if self._made is not None:
+            self._made = self._made[list(order)]
+
+    def get(self, rows: int) -> Tensor:
+        """int64 [B] on the CPU.
+
+        Raises:
+            ValueError: the sample numbers given are not one a row.
+        """
+        if self._made is None:
+            prompts = [self._prompt(i) for i in range(rows)]
+            self._made = torch.tensor(
+                [stream_of(p, s) for p, s in zip(prompts, self._numbers(prompts), strict=True)], dtype=torch.int64
+            )
+        return self._made
+
+    def _prompt(self, row: int) -> tuple[int, ...]:
+        return tuple(token for ids, pads in self._chunks for token in ids[row, pads[row] :].tolist())
+
+    def _numbers(self, prompts: Sequence[tuple[int, ...]]) -> list[int]:
+        if self._samples is not None:
+            if len(self._samples) != len(prompts):
+                raise ValueError(f"samples has {len(self._samples)} numbers for a batch of {len(prompts)} rows")
+            return list(self._samples)
+        seen: Counter[tuple[int, ...]] = Counter()
+        numbers = []
+        for prompt in prompts:
+            numbers.append(0 if self._shared else seen[prompt])
+            seen[prompt] += 1
+        return numbers

@@ -1,0 +1,276 @@
+"""Where entries lie, and what a round or a new turn does to the slots: pure arithmetic.
+
+Between rounds a row holds its entries in slots ``[0, cached)``::
+
+    [0, protected)            the protected prefix, never written again
+    [protected, cached - w)   the pool, then the older part of the tail: the candidates
+    [cached - w, cached)      the window: the newest w entries, in the order they came
+
+Candidates are numbered by *rank*: rank c is slot ``start + c``. (A paged engine whose two windows
+trade places maps ranks to other slots; the ranks themselves are the same in both engines.)
+
+A round draws victims among the candidates, moves survivors out of the slots to be freed into the
+victims' slots, and moves the window down as one copy. A new turn frees the slots right behind the
+protected prefix instead, where the new prompt tokens go, and moves the window up.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from .budget import Budget, round_up
+
+
+@dataclass(frozen=True)
+class Protection:
+    """Positions that outrank every score.
+
+    Args:
+        share: share of the prompt, counted from its beginning, that is protected (1.0: all of it).
+        sinks: number of first tokens that is protected.
+        pins: half-open position ranges ``(first, end)`` that are protected wherever they lie.
+            Pins beyond the protected prefix need the position store.
+    """
+
+    share: float = 0.0
+    sinks: int = 0
+    pins: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Protection:
+        """Read ``prompt``, ``prompt:0.5``, ``sinks:4``, ``pin:10-20,40-48`` or ``none``; join several with ``+``.
+
+        Raises:
+            ValueError: the text is none of these.
+        """
+        share, sinks, pins = 0.0, 0, []
+        for part in text.split("+"):
+            name, _, value = part.strip().partition(":")
+            try:
+                if name == "prompt":
+                    share = float(value) if value else 1.0
+                elif name == "sinks":
+                    sinks = int(value)
+                elif name == "pin":
+                    pins += [cls._range(item) for item in value.split(",")]
+                elif name != "none" or value:
+                    raise ValueError(name)
+            except ValueError as error:
+                raise ValueError(
+                    f"protection {part.strip()!r} is not understood; use prompt, prompt:0.5 (the first half of the "
+                    "prompt), sinks:4, pin:10-20 (positions 10 to 19), none, or several joined by +"
+                ) from error
+        if not 0 <= share <= 1 or sinks < 0:
+            raise ValueError(f"protection {text!r}: a share lies between 0 and 1 and a count is not negative")
+        return cls(share, sinks, tuple(sorted(pins)))
+
+    @staticmethod
+    def _range(text: str) -> tuple[int, int]:
+        match = re.fullmatch(r"\s*(\d+)-(\d+)\s*", text)
+        if match is None or int(match[1]) >= int(match[2]):
+            raise ValueError(text)
+        return int(match[1]), int(match[2])
+
+    def prefix(self, prompt_length: int) -> int:
+        """P, the length of the protected prefix of a prompt of ``prompt_length`` tokens."""
+        return max(round(self.share * prompt_length), min(self.sinks, prompt_length))
+
+    def pinned(self, prefix: int) -> int:
+        """Number of pinned positions beyond a protected prefix of length ``prefix``."""
+        taken, end = 0, prefix
+        for first, last in self.pins:  # sorted, possibly overlapping
+            taken += max(0, last - max(first, end))
+            end = max(end, last)
+        return taken
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a round, or the room made for a new turn, does to one row's slots.
+
+    Attributes:
+        number: counts a request's rounds and turns from 0; enters the draws.
+        start: slot of rank 0.
+        candidates: C, number of ranks.
+        victims: entries evicted from each head, all among the candidates.
+        fresh: empty slots behind the candidates that the window's way up opens (turns only);
+            they have ranks C, C + 1, ... and are filled like victims' slots.
+        window: w entries that move as one copy, from slot ``start + candidates``.
+        turn: False frees the last ``victims`` candidate slots, True the first ``victims + fresh``.
+    """
+
+    number: int
+    start: int
+    candidates: int
+    victims: int
+    window: int
+    fresh: int = 0
+    turn: bool = False
+
+    @property
+    def freed(self) -> int:
+        """Slots that are free afterwards."""
+        return self.victims + self.fresh
+
+    @property
+    def window_from(self) -> int:
+        return self.start + self.candidates
+
+    @property
+    def window_to(self) -> int:
+        return self.window_from + (self.fresh if self.turn else -self.victims)
+
+
+@dataclass
+class Row:
+    """The slots of one request, as plain numbers.
+
+    Args:
+        budget: resolved by :meth:`Budget.for_prompt`; None never evicts.
+        protection: what is protected.
+        unit: slots that live and die together; the candidates start at a multiple of it.
+    """
+
+    budget: Budget | None
+    protection: Protection = field(default_factory=Protection)
+    unit: int = 1
+    asked: Budget | None = None  # as configured, before any prompt was accounted for
+    prompt_length: int = 0  # of all turns
+    protected: int = 0
+    first_protected: int = 0  # protected prefix of the first turn: there, slots are positions
+    cached: int = 0
+    seen: int = 0
+    rounds: int = 0  # rounds and turns so far
+    trace_rounds: int = 0
+    evicted: int = 0
+
+    @classmethod
+    def new(cls, budget: Budget | None, protection: Protection, unit: int = 1) -> Row:
+        """An empty row; the prompt is still to come."""
+        return cls(budget, protection, unit, asked=budget)
+
+    def _held(self, protected: int) -> int:
+        """Entries that can never be evicted when the protected prefix has this length."""
+        return round_up(protected, self.unit) + self.protection.pinned(self.first_protected)
+
+    # ---- the first prompt -------------------------------------------------------------------
+
+    def add_prompt(self, n: int) -> None:
+        """Account for ``n`` more prompt tokens before the first trace token.
+
+        Raises:
+            ValueError: the prompt so far does not fit into the budget.
+        """
+        length = self.prompt_length + n
+        prefix = self.protection.prefix(length)
+        if self.asked is not None:
+            held = round_up(prefix, self.unit) + self.protection.pinned(prefix)
+            self.budget = self.asked.for_prompt(length, held)
+        self.prompt_length = length
+        self.protected = self.first_protected = prefix
+        self.cached += n
+        self.seen += n
+
+    # ---- the trace --------------------------------------------------------------------------
+
+    @property
+    def limit(self) -> int | None:
+        """Most entries a head may hold before the next round; None without a budget."""
+        return None if self.budget is None else self.budget.limit(self.trace_rounds)
+
+    def needs_round(self) -> bool:
+        """Whether the cache is full, so that a round must run before the next trace token."""
+        return self.limit is not None and self.cached >= self.limit
+
+    def space(self) -> int | None:
+        """Trace tokens that can be added at once (a due round included); None without a budget."""
+        if self.budget is None or self.limit is None:
+            return None
+        if self.needs_round():
+            return self.budget.every
+        return self.limit - self.cached
+
+    def next_round(self) -> Round:
+        """The round that is due; :meth:`apply` accounts for it."""
+        if self.budget is None:
+            raise ValueError("a row without a budget runs no rounds")
+        start = round_up(self.protected, self.unit)
+        candidates = self.cached - self.budget.window - start
+        victims = self.cached - self.budget.kept(self.trace_rounds)
+        if candidates % self.unit or victims % self.unit:
+            raise ValueError(
+                f"unit={self.unit} divides neither {candidates} candidates nor {victims} victims: the prompt is longer "
+                "than budget + buffer and not protected, or the window is no multiple of the unit; use unit=1"
+            )
+        return Round(self.rounds, start, candidates, victims, self.budget.window)
+
+    def add_trace(self, n: int) -> None:
+        """Account for ``n`` trace tokens, which fill the slots from ``cached`` on."""
+        self.cached += n
+        self.seen += n
+
+    # ---- later turns ------------------------------------------------------------------------
+
+    @property
+    def turn_slot(self) -> int:
+        """First slot of a new turn's prompt tokens, once :meth:`next_turn` has been carried out."""
+        return self.protected if self._turns_are_protected else self.cached
+
+    @property
+    def _turns_are_protected(self) -> bool:
+        return self.budget is not None and self.protection.share > 0
+
+    def next_turn(self, n: int) -> Round | None:
+        """What makes room for ``n`` prompt tokens of a new turn.
+
+        Protected turns become slots [P, P + n). Nothing is evicted while everything fits into
+        K + r. Otherwise n entries make way (fewer if the cache was not yet at K), so that the
+        row's place between two rounds stays what it was. Unprotected turns are appended.
+
+        Returns:
+            None if nothing has to move.
+
+        Raises:
+            ValueError: the new turn does not fit beside the protected prefix and the window.
+        """
+        if not self._turns_are_protected or self.asked is None:
+            return None
+        if self.unit > 1:
+            raise ValueError(
+                "a second turn needs unit=1, since its length is arbitrary: use unit=1 or start a new cache"
+            )
+        if self.protection.share < 1:
+            raise ValueError("a second turn needs protect='prompt' or protect='none': a share of a turn is not defined")
+        budget = self.asked.for_prompt(self.prompt_length + n, self._held(self.protected + n))
+        window = min(budget.window, self.cached - self.protected)
+        candidates = self.cached - self.protected - window
+        kept, victims = budget.kept(max(self.trace_rounds - 1, 0)), 0
+        if self.cached + n > kept + budget.every:
+            victims = min(n, self.cached + n - kept)
+        if victims > candidates - self.protection.pinned(self.first_protected):
+            raise ValueError(
+                f"a new turn of {n} tokens does not fit: beside {self.protected} protected entries and a window of "
+                f"{window} there are {candidates} entries, and {victims} would have to go. Raise the budget of {kept}, "
+                "use scope='grow', or start a new cache."
+            )
+        if self.cached == self.protected:
+            return None
+        return Round(self.rounds, self.protected, candidates, victims, window, fresh=n - victims, turn=True)
+
+    def apply(self, event: Round) -> None:
+        """Account for a round, or for the room made for a turn, once it has been carried out."""
+        self.rounds += 1
+        self.cached -= event.victims
+        self.evicted += event.victims
+        if not event.turn:
+            self.trace_rounds += 1
+
+    def add_turn(self, n: int) -> None:
+        """Account for the ``n`` prompt tokens of a new turn, now in the slots from :attr:`turn_slot` on."""
+        self.prompt_length += n
+        if self._turns_are_protected and self.asked is not None:
+            self.protected += n
+            self.budget = self.asked.for_prompt(self.prompt_length, self._held(self.protected))
+        self.cached += n
+        self.seen += n
