@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from reference import Slots, naive_event, naive_victims, real_moves
 from torch import Tensor
 
 from kvkeep.layout import Round
 from kvkeep.plan import Moves
+from reference import Slots, naive_event, naive_victims, real_moves
 
 
 def check_event(

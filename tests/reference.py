@@ -148,6 +148,7 @@ class Slots:
             rounds=torch.tensor([e.number for e in events], dtype=torch.int64),
             layers=torch.arange(self.L),
             heads=torch.arange(self.H),
+            model_heads=self.H,
             candidates=width,
             positions=positions,
         )
@@ -175,7 +176,9 @@ class Slots:
                 step = 0 if row.needs_round() else row.space() or 0
                 self.pos[i, :, :, row.cached : row.cached + step] = torch.arange(row.seen, row.seen + step)
                 row.add_trace(step)
+            due = self.rows[0].needs_round()
             self.room()
+            assert due, "a full row must need a round"
 
     def turn(self, sizes: dict[int, int]) -> None:
         """A new turn of n prompt tokens in some of the rows, planned together with rounds due in the others."""

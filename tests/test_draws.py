@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from reference import joint_inclusion, overlap_is_hypergeometric, simulate, uniform_inclusion, victims_of
 from scipy import stats
 from torch import Tensor
 
@@ -13,6 +12,7 @@ from kvkeep.budget import Budget
 from kvkeep.draws import rank_keys, round_words, stream_of
 from kvkeep.layout import Protection
 from kvkeep.policies import RandomAttention
+from reference import joint_inclusion, overlap_is_hypergeometric, simulate, uniform_inclusion, victims_of
 
 P_MIN = 1e-4
 U64, U32 = np.uint64, np.uint32

@@ -7,17 +7,18 @@ import re
 import hypothesis.strategies as st
 import pytest
 import torch
-from checks import check_event, check_row
 from hypothesis import given, settings
-from reference import Slots, naive_event, naive_victims, real_moves
 from torch import Tensor
 
-from kvkeep.budget import Budget
-from kvkeep.layout import Protection, Round
-from kvkeep.plan import plan
+from checks import check_event, check_row
+from kvkeep.budget import Budget, Scope
+from kvkeep.draws import rank_keys, round_words
+from kvkeep.layout import Protection, Round, Row
+from kvkeep.plan import _lowest_draws, plan
 from kvkeep.policies import Policy, RandomAttention, Recency
+from reference import Slots, naive_event, naive_victims, real_moves
 
-QUICK = settings(max_examples=80, deadline=None, derandomize=True)
+QUICK = settings(max_examples=300, deadline=None, derandomize=True)
 
 
 @st.composite
@@ -34,6 +35,7 @@ def cases(draw: st.DrawFn, most_rows: int = 3) -> Slots:
         {"prompt": "prompt", "sinks": f"sinks:{P}", "none": "none", "share": "prompt:0.5"}[kind]
     )
     growth = draw(st.sampled_from([None, None, 1, 1.5, 3, 100]))
+    scope = draw(st.sampled_from(["total", "total", "trace", "grow"]))  # trace: rows are due together
     policy: Policy = draw(
         st.sampled_from(
             [
@@ -48,7 +50,7 @@ def cases(draw: st.DrawFn, most_rows: int = 3) -> Slots:
     heads = 2 * draw(st.integers(1, 2)) if policy == RandomAttention(groups=2) else draw(st.integers(1, 3))
     seed = draw(st.integers(-3, 2**40))
     return Slots(
-        policy, Budget(K, r, w, growth), protection, prompts, range(rows), draw(st.integers(1, 2)), heads, seed
+        policy, Budget(K, r, w, growth, scope), protection, prompts, range(rows), draw(st.integers(1, 2)), heads, seed
     )
 
 
@@ -94,7 +96,7 @@ def events(draw: st.DrawFn) -> Round:
 
 
 @given(st.lists(events(), min_size=1, max_size=5), st.booleans(), st.integers(0, 2**31 - 1))
-@settings(QUICK, max_examples=200)
+@settings(QUICK, max_examples=600)
 def test_mixed_events_equal_single_plans(todo: list[Round], scored: bool, seed: int) -> None:
     """Rounds and turns of different sizes in one call: same moves as alone, and as the naive plan's."""
     generator = torch.Generator().manual_seed(seed)
@@ -133,19 +135,28 @@ def test_plan_refuses_other_dtypes() -> None:
 
 
 @given(
-    st.integers(2, 4), st.integers(1, 3), st.integers(0, 2), st.integers(0, 3), st.integers(0, 9), st.integers(0, 10**6)
+    st.integers(2, 4),
+    st.integers(1, 3),
+    st.integers(0, 2),
+    st.integers(0, 3),
+    st.integers(0, 9),
+    st.sampled_from(["total", "trace", "grow"]),
+    st.integers(0, 10**6),
 )
 @QUICK
-def test_units_live_and_die_together(unit: int, r: int, w: int, spare: int, prompt: int, seed: int) -> None:
+def test_units_live_and_die_together(
+    unit: int, r: int, w: int, spare: int, prompt: int, scope: Scope, seed: int
+) -> None:
     """All or none of u slots survive, as told; the unit that straddles P counts as protected."""
     start = -(-prompt // unit)
-    total = max(start + w, r + 1) + spare
-    slots = Slots(RandomAttention(unit=unit), Budget(total * unit, r * unit, w * unit), Protection.parse("prompt"),
-                  [prompt], [4], 1, 3, seed)  # fmt: skip
+    total = max(start + w if scope == "total" else w, r + 1) + spare
+    budget = Budget(total * unit, r * unit, w * unit, scope=scope)
+    slots = Slots(RandomAttention(unit=unit), budget, Protection.parse("prompt"), [prompt], [4], 1, 3, seed)
     slots.watch = check_event
     for _ in range(4):
         slots.rounds(1)
         check_row(slots, 0)
+        assert slots.rows[0].cached % unit == 0
         for head in slots.kept().flatten(0, 1).tolist():
             held = set(head)
             assert set(range(min(start * unit, slots.rows[0].cached))) <= held  # the straddling unit too
@@ -153,10 +164,53 @@ def test_units_live_and_die_together(unit: int, r: int, w: int, spare: int, prom
 
 
 def test_units_that_do_not_align_are_refused() -> None:
-    """A window that is no multiple of the unit would tear units apart."""
-    slots = Slots(RandomAttention(unit=2), Budget(16, 4, 3), Protection.parse("prompt"), [5], [0])
-    with pytest.raises(ValueError, match="unit=2"):
-        slots.rounds(1)
+    """What would tear units apart is refused before any token, not found out in a round."""
+    RandomAttention(unit=2).check(0, Budget(16, 4, 2))
+    for unit, budget, says in [
+        (3, Budget(15, 4, 3), "buffer of 4"),
+        (3, Budget(16, 3), "budget of 16"),
+        (2, Budget(16, 4, 3), "window of 3"),
+        (2, Budget(16, 4, growth=2), "constant budget"),
+    ]:
+        with pytest.raises(ValueError, match=f"unit={unit}.*{says}"):
+            RandomAttention(unit=unit).check(0, budget)
+    row = Row.new(Budget(16, 4), Protection.parse("none"), unit=2)
+    row.add_prompt(20)
+    assert row.next_round().victims == 4
+    with pytest.raises(ValueError, match=r"unit=2 cannot cut a prompt of 21 tokens"):
+        row.add_prompt(1)
+
+
+# ---- the short cut on CPUs --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("width", "count"), [(13, 1), (200, 4), (200, 64), (2048, 64), (16_384, 1), (5000, 1000)])
+def test_wide_draws_give_the_lowest_keys(width: int, count: int) -> None:
+    """The bound that spares a full topk must not lose or invent a victim."""
+    words = round_words(4, torch.arange(3), torch.arange(4), torch.arange(50), torch.arange(3))
+    keys = rank_keys(words, torch.arange(width, dtype=torch.int32))
+    expected = keys.sort(dim=-1).indices[..., :count].sort(dim=-1).values
+    slots = torch.arange(width).expand_as(keys)
+    moves = plan(keys, [Round(0, 0, width, count, 0)] * 3)
+    after = slots.scatter(-1, moves.dst, slots.gather(-1, moves.src))[..., : width - count]
+    gone = torch.ones_like(keys, dtype=torch.bool).scatter_(-1, after, False)
+    assert torch.equal(gone.nonzero()[:, -1].view_as(expected), expected)
+    short_cut = _lowest_draws(keys, count)
+    assert short_cut is None or torch.equal(short_cut.sort(dim=-1).values, expected)
+
+
+@pytest.mark.parametrize("start", [0, 2**31 - 300])
+def test_unlucky_draws_fall_back(start: int) -> None:
+    """Keys that lie all above, or all below, the bound are as good as any other."""
+    low = -(2**31) if start == 0 else start
+    keys = (low + torch.randperm(300, generator=torch.Generator().manual_seed(1))).int().expand(1, 1, 2, 300).clone()
+    keys[0, 0, 1] = rank_keys(torch.tensor(7), torch.arange(300, dtype=torch.int32))  # beside an ordinary head
+    slots = torch.arange(300).expand_as(keys)
+    moves = plan(keys, [Round(0, 0, 300, 8, 0)])
+    after = slots.scatter(-1, moves.dst, slots.gather(-1, moves.src))[..., :292]
+    for head in range(2):
+        gone = set(range(300)) - set(after[0, 0, head].tolist())
+        assert sorted(gone) == naive_victims(keys[0, 0, head].tolist(), 8)
 
 
 def kept_sets(policy: Policy, L: int = 3, H: int = 4, number: int = 4) -> Tensor:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hypothesis.strategies as st
 import pytest
 import torch
-from checks import check_event, check_row
 from hypothesis import given, settings
-from reference import Slots
 
+from checks import check_event, check_row
 from kvkeep.budget import Budget
 from kvkeep.layout import Protection, Row
 from kvkeep.policies import RandomAttention, Recency
+from reference import Slots
 
 PROMPT = Protection.parse("prompt")
 
@@ -31,7 +31,7 @@ def conversations(draw: st.DrawFn) -> tuple[Slots, list[tuple[int, int]]]:
 
 
 @given(conversations())
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=400, deadline=None, derandomize=True)
 def test_turns_keep_their_promises(conversation: tuple[Slots, list[tuple[int, int]]]) -> None:
     """Prompts of all turns stay complete and in order; exactly what has to go goes; later rounds still hold."""
     slots, steps = conversation
@@ -160,8 +160,9 @@ def test_refusals_say_what_to_do() -> None:
     ):
         row.next_turn(9)
     assert (row.cached, row.protected, row.prompt_length, row.rounds) == (16, 4, 4, 0)
-    with pytest.raises(ValueError, match="unit=1"):
-        started(Budget(16, 4), "prompt", unit=2).next_turn(3)
+    for protection in ("prompt", "none"):  # unprotected too: its rounds would have to cut units
+        with pytest.raises(ValueError, match="unit=1"):
+            started(Budget(16, 4), protection, unit=2).next_turn(3)
     with pytest.raises(ValueError, match="a share of a turn is not defined"):
         started(Budget(16, 4), "prompt:0.5").next_turn(3)
 

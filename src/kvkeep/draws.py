@@ -16,6 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from . import cpu
+
 _MASK64 = (1 << 64) - 1
 
 
@@ -31,14 +33,8 @@ def _signed32(value: int) -> int:
     return value - (1 << 32) if value >> 31 else value
 
 
-# splitmix64 (Steele, Lea & Flood 2014): Weyl increment and the two multipliers of its finaliser.
-_WEYL = _signed64(0x9E3779B97F4A7C15)
-_MIX_A = _signed64(0xBF58476D1CE4E5B9)
-_MIX_B = _signed64(0x94D049BB133111EB)
-# A 32-bit xorshift-multiply finaliser with low bias (constants of the "hash prospector" search).
-_RANK_STEP = _signed32(0x9E3779B1)
-_KEY_A = _signed32(0x21F0AAAD)
-_KEY_B = _signed32(0xD35A2D97)
+_WEYL, _MIX_A, _MIX_B = (_signed64(c) for c in (cpu.WEYL, cpu.MIX_A, cpu.MIX_B))
+_RANK_STEP, _KEY_A, _KEY_B = (_signed32(c) for c in (cpu.RANK_STEP, cpu.KEY_A, cpu.KEY_B))
 
 
 def _mix64(x: Tensor) -> Tensor:
@@ -79,6 +75,8 @@ def round_words(seed: int, streams: Tensor, layers: Tensor, heads: Tensor, round
     Returns:
         int64 [R, L, H].
     """
+    if streams.device.type == "cpu":
+        return cpu.round_words(seed, streams, layers, heads, rounds)
     x = _mix64(streams + _signed64(seed * _WEYL))
     x = _mix64(x ^ (rounds * _WEYL))  # [R]
     x = _mix64(x[:, None] ^ ((layers + 1) * _WEYL))  # [R, L]
@@ -95,6 +93,8 @@ def rank_keys(words: Tensor, ranks: Tensor) -> Tensor:
     Returns:
         int32 [..., C], distinct along the last axis and uniform on the 32-bit integers.
     """
+    if words.device.type == "cpu":
+        return cpu.rank_keys(words, ranks)
     # Brought into range first: what an out-of-range cast does is not defined on every backend.
     low = (((words & 0xFFFFFFFF) ^ (1 << 31)) - (1 << 31)).to(torch.int32).unsqueeze(-1)
     high = (words >> 32).to(torch.int32).unsqueeze(-1)

@@ -17,7 +17,8 @@ protected prefix instead, where the new prompt tokens go, and moves the window u
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import ceil, lcm
 
 from .budget import Budget, round_up
 
@@ -74,7 +75,7 @@ class Protection:
 
     def prefix(self, prompt_length: int) -> int:
         """P, the length of the protected prefix of a prompt of ``prompt_length`` tokens."""
-        return max(round(self.share * prompt_length), min(self.sinks, prompt_length))
+        return max(ceil(self.share * prompt_length), min(self.sinks, prompt_length))
 
     def pinned(self, prefix: int) -> int:
         """Number of pinned positions beyond a protected prefix of length ``prefix``."""
@@ -148,6 +149,8 @@ class Row:
     @classmethod
     def new(cls, budget: Budget | None, protection: Protection, unit: int = 1) -> Row:
         """An empty row; the prompt is still to come."""
+        if budget is not None:  # a budget that depends on the prompt stays a multiple of the unit
+            budget = replace(budget, align=lcm(budget.align, unit))
         return cls(budget, protection, unit, asked=budget)
 
     def _held(self, protected: int) -> int:
@@ -166,7 +169,13 @@ class Row:
         prefix = self.protection.prefix(length)
         if self.asked is not None:
             held = round_up(prefix, self.unit) + self.protection.pinned(prefix)
-            self.budget = self.asked.for_prompt(length, held)
+            budget = self.asked.for_prompt(length, held)
+            if self.unit > 1 and length > budget.limit(0):
+                raise ValueError(
+                    f"unit={self.unit} cannot cut a prompt of {length} tokens, longer than budget + buffer "
+                    f"({budget.limit(0)}) and not protected: use unit=1 or a larger budget"
+                )
+            self.budget = budget
         self.prompt_length = length
         self.protected = self.first_protected = prefix
         self.cached += n
@@ -198,11 +207,6 @@ class Row:
         start = round_up(self.protected, self.unit)
         candidates = self.cached - self.budget.window - start
         victims = self.cached - self.budget.kept(self.trace_rounds)
-        if candidates % self.unit or victims % self.unit:
-            raise ValueError(
-                f"unit={self.unit} divides neither {candidates} candidates nor {victims} victims: the prompt is longer "
-                "than budget + buffer and not protected, or the window is no multiple of the unit; use unit=1"
-            )
         return Round(self.rounds, start, candidates, victims, self.budget.window)
 
     def add_trace(self, n: int) -> None:
@@ -234,12 +238,14 @@ class Row:
         Raises:
             ValueError: the new turn does not fit beside the protected prefix and the window.
         """
-        if not self._turns_are_protected or self.asked is None:
+        if self.asked is None:
             return None
         if self.unit > 1:
             raise ValueError(
                 "a second turn needs unit=1, since its length is arbitrary: use unit=1 or start a new cache"
             )
+        if not self._turns_are_protected:
+            return None
         if self.protection.share < 1:
             raise ValueError("a second turn needs protect='prompt' or protect='none': a share of a turn is not defined")
         budget = self.asked.for_prompt(self.prompt_length + n, self._held(self.protected + n))
@@ -269,8 +275,9 @@ class Row:
     def add_turn(self, n: int) -> None:
         """Account for the ``n`` prompt tokens of a new turn, now in the slots from :attr:`turn_slot` on."""
         self.prompt_length += n
-        if self._turns_are_protected and self.asked is not None:
+        if self._turns_are_protected:
             self.protected += n
+        if self.asked is not None:
             self.budget = self.asked.for_prompt(self.prompt_length, self._held(self.protected))
         self.cached += n
         self.seen += n

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .cpu import lowest_draws as _lowest_draws
+from .cpu import pair
 from .layout import Round
 
 _RANK_BITS = 24  # candidates of one head and round that can be told apart: 16.7 million
@@ -58,7 +60,10 @@ def sortable(keys: Tensor) -> Tensor:
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)
 
 
-def _column(values: Sequence[int], device: torch.device) -> Tensor:
+def _column(values: Sequence[int], device: torch.device) -> Tensor | int:
+    """One value a row, as a column to broadcast; a plain number if all rows have the same."""
+    if len(set(values)) == 1:
+        return values[0]
     return torch.tensor(values, dtype=torch.int64, device=device).view(-1, 1, 1, 1)
 
 
@@ -115,6 +120,12 @@ def plan(
     order = eviction_order(keys, [c for c, _, _ in sizes], overrides)
     most = max(v for _, v, _ in sizes)
     uneven = any(v != most for _, v, _ in sizes)
+    alike = not any(e.turn for e in events) and len({e.start for e in events}) == len(set(sizes)) == 1
+    if order is keys and alike and ranks is None and unit == 1 and keys.device.type == "cpu":
+        lowest = _lowest_draws(keys, most)
+        if lowest is not None:
+            first = events[0].start
+            return Moves(pair(lowest, sizes[0][0] - most) + first, lowest + first)
     victims = order.topk(most, dim=-1, largest=False, sorted=uneven).indices
     if ranks is not None:
         victims = ranks.gather(-1, victims)
@@ -133,15 +144,17 @@ def plan(
 def _pair(victims: Tensor, events: Sequence[Round], sizes: Sequence[tuple[int, int, int]]) -> tuple[Tensor, Tensor]:
     """Source and destination ranks for unsorted victim ranks [R, L, H, v]."""
     device = victims.device
-    turns = any(e.turn for e in events)
     total = _column([c + f for c, _, f in sizes], device)  # ranks, fresh slots included
     count = _column([v + f for _, v, f in sizes], device)  # slots to free
+    last = _column([max(c + f - 1, 0) for c, _, f in sizes], device)
+    turned = None
+    if any(e.turn for e in events):
+        turned = torch.tensor([e.turn for e in events], device=device).view(-1, 1, 1, 1)
     holes = victims
-    if turns:
+    if turned is not None:
         holes = _with_fresh_slots(victims, sizes)
-        mirrored = _column([e.turn for e in events], device).bool() & (holes < 1 << 40)
         # A turn frees the first ranks: seen from the other end, it frees the last, as a round does.
-        holes = torch.where(mirrored, total - 1 - holes, holes)
+        holes = torch.where(turned & (holes < 1 << 40), total - 1 - holes, holes)
     holes = holes.sort(dim=-1).values
     width = holes.shape[-1]
     column = torch.arange(width, device=device)
@@ -160,13 +173,10 @@ def _pair(victims: Tensor, events: Sequence[Round], sizes: Sequence[tuple[int, i
     place = torch.where(dead == 0, alive_before - 1, alive_before[..., -1:] + column - alive_before)
     source = torch.zeros_like(holes).scatter_(-1, place, column.expand_as(holes)) + first_freed
     if padded:
-        spare = column >= count
-        last = (total - 1).clamp_min(0)  # a freed slot: never the target of a real move
+        spare = column >= count  # such moves go from a freed slot, never the target of a real move, onto itself
         source, holes = torch.where(spare, last, source), torch.where(spare, last, holes)
-    if turns:
-        turned = _column([e.turn for e in events], device).bool()
-        flip = (total - 1).clamp_min(0)
-        source, holes = torch.where(turned, flip - source, source), torch.where(turned, flip - holes, holes)
+    if turned is not None:
+        source, holes = (torch.where(turned, last - ranks, ranks) for ranks in (source, holes))
     return source, holes
 
 

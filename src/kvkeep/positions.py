@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from .layout import Round
@@ -33,29 +35,69 @@ def flat_slots(slots: Tensor, rows: Tensor, heads: int, capacity: int) -> Tensor
     return flat.transpose(0, 1).reshape(slots.shape[1], -1)
 
 
-def copy_window(tensor: Tensor, rows: Sequence[int], events: Sequence[Round]) -> None:
-    """Move each row's window, in place.
+def windows(rows: Sequence[int], events: Sequence[Round], batch: int) -> list[tuple[int | slice, Round]]:
+    """Windows that must move, as (row or all rows, event).
 
     Args:
-        tensor: [B, ..., S, D] where S is the axis before the last.
         rows: the batch rows the events belong to.
         events: one a row.
+        batch: B.
     """
     places = {(e.window, e.window_from, e.window_to) for e in events}
-    if len(places) == 1 and len(rows) == tensor.shape[0]:
-        _shift(tensor, *places.pop())
-        return
-    for row, e in zip(rows, events, strict=True):
-        _shift(tensor[row], e.window, e.window_from, e.window_to)
+    if len(places) == 1 and len(rows) == batch:
+        each: list[tuple[int | slice, Round]] = [(slice(None), events[0])]
+    else:
+        each = list(zip(rows, events, strict=True))
+    return [(row, e) for row, e in each if e.window and e.window_from != e.window_to]
 
 
-def _shift(tensor: Tensor, width: int, source: int, target: int) -> None:
-    if width == 0 or source == target:
+def copy_windows(tensor: Tensor, moving: Sequence[tuple[int | slice, Round]]) -> None:
+    """Move windows from :func:`windows` in place; ``tensor`` is [B, ..., S, D]."""
+    for row, e in moving:
+        part = tensor[row]
+        window = part.narrow(-2, e.window_from, e.window)
+        if abs(e.window_from - e.window_to) < e.window:  # the two places overlap
+            window = window.clone()
+        part.narrow(-2, e.window_to, e.window).copy_(window)
+
+
+def move_entries(
+    tensor: Tensor,
+    source: Tensor,
+    target: Tensor,
+    before: Sequence[tuple[int | slice, Round]],
+    after: Sequence[tuple[int | slice, Round]],
+) -> None:
+    """Carry out a plan on keys or values, in place.
+
+    Args:
+        tensor: [B, H, S, D], contiguous.
+        source: int64 [m], from :func:`flat_slots`; all are read before anything is written.
+        target: int64 [m]. Where it repeats, its sources must be the same.
+        before: windows that move first, from :func:`windows`.
+        after: windows that move last.
+    """
+    entry_bytes = tensor.shape[-1] * tensor.element_size()
+    if tensor.device.type == "cpu":
+        # numpy copies an entry with one memcpy, torch element by element, which takes twice as long.
+        slots: NDArray[np.void] = tensor.view(torch.uint8).numpy().view(f"V{entry_bytes}")[..., 0]  # [B, H, S]
+        entries = slots.reshape(-1)
+        for row, e in before:
+            slots[row, :, e.window_to : e.window_to + e.window] = slots[
+                row, :, e.window_from : e.window_from + e.window
+            ]
+        entries[target.numpy()] = entries.take(source.numpy())
+        for row, e in after:
+            slots[row, :, e.window_to : e.window_to + e.window] = slots[
+                row, :, e.window_from : e.window_from + e.window
+            ]
         return
-    window = tensor.narrow(-2, source, width)
-    if abs(source - target) < width:  # the two places overlap
-        window = window.clone()
-    tensor.narrow(-2, target, width).copy_(window)
+    copy_windows(tensor, before)
+    flat = tensor.view(-1, tensor.shape[-1])
+    if entry_bytes % 8 == 0:  # fewer and wider elements
+        flat = flat.view(torch.int64)
+    flat.index_copy_(0, target, flat.index_select(0, source))
+    copy_windows(tensor, after)
 
 
 class PositionStore:
@@ -109,9 +151,9 @@ class PositionStore:
         turns = [i for i, e in enumerate(events) if e.turn]
         rounds = [i for i, e in enumerate(events) if not e.turn]
         data = self.data.unsqueeze(-1)  # [B, L, H, S, 1]
-        copy_window(data, [rows[i] for i in turns], [events[i] for i in turns])
+        copy_windows(data, windows([rows[i] for i in turns], [events[i] for i in turns], len(data)))
         self._move(rows, moves)
-        copy_window(data, [rows[i] for i in rounds], [events[i] for i in rounds])
+        copy_windows(data, windows([rows[i] for i in rounds], [events[i] for i in rounds], len(data)))
         for row, e in zip(rows, events, strict=True):
             self.filled[row] += e.fresh if e.turn else -e.victims
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
-
-from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from .budget import Budget, Scope
 from .layout import Protection
@@ -16,13 +18,16 @@ if TYPE_CHECKING:
     from .hf.cache import EvictCache
 
 
-class Settings(BaseModel):
+@dataclass(frozen=True)
+class Settings:
     """What to keep and how much of it: frozen, and the same after a trip through JSON.
+
+    A plain dataclass, so that the engine needs nothing beside torch and transformers.
 
     Args:
         policy: short name of a method (``kvkeep policies`` lists them).
         budget: K, entries per KV head and layer that remain after a round, prompt included.
-            None only for ``full``.
+            None only for ``full``, which ignores it.
         buffer: r, tokens cached between two rounds; sets ``every`` and, unless given, ``window``.
         window: w, the newest entries that are always kept.
         growth: None, or c: K grows by r / c a round.
@@ -36,10 +41,8 @@ class Settings(BaseModel):
         options: the policy's own options, e.g. ``{"draw": "layer"}``.
 
     Raises:
-        ValueError: (pydantic's ValidationError) for values that do not fit together.
+        ValueError: a value is out of range or the values do not fit together.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     policy: str = "random"
     budget: int | None = None
@@ -51,16 +54,15 @@ class Settings(BaseModel):
     protect: str | None = None
     seed: int = 0
     track_positions: bool = False
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
 
-    @model_validator(mode="after")
-    def _fits(self) -> Settings:
-        policy = self.make_policy()
-        budget = self.make_budget()
-        self.protection  # noqa: B018 - refuses what it cannot read
+    def __post_init__(self) -> None:
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ValueError(f"seed must be a whole number, got {self.seed!r}")
+        policy, budget = self.make_policy(), self.make_budget()
+        Protection.parse(self.protect_text)
         if budget is not None:
-            policy.check(heads=0, every=budget.every, total=budget.total)
-        return self
+            policy.check(heads=0, budget=budget)  # the model's heads are checked when it is known
 
     @classmethod
     def of(cls, policy: str | Policy = "random", **values: Any) -> Settings:
@@ -70,12 +72,43 @@ class Settings(BaseModel):
         """
         options = dict(values.pop("options", {}))
         if isinstance(policy, Policy):
-            from dataclasses import asdict
-
             options = {**asdict(policy), **options}
             policy = policy.name
-        options |= {k: values.pop(k) for k in list(values) if k not in cls.model_fields}
+        known = {f.name for f in fields(cls)}
+        options |= {k: values.pop(k) for k in list(values) if k not in known}
         return cls(policy=policy, options=options, **values)
+
+    # ---- JSON -----------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, ready for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Settings:
+        """The settings :meth:`to_dict` gave; missing fields take their defaults.
+
+        Raises:
+            ValueError: a name is not a field (near names are suggested).
+        """
+        known = [f.name for f in fields(cls)]
+        for name in values:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=2)
+                hint = f"did you mean {' or '.join(near)}? " if near else ""
+                raise ValueError(f"settings have no field {name!r}: {hint}fields are {', '.join(known)}")
+        return cls(**values)
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps(self.to_dict())
+
+    @classmethod
+    def from_json(cls, text: str) -> Settings:
+        """The settings :meth:`to_json` gave."""
+        return cls.from_dict(json.loads(text))
+
+    # ---- what the settings stand for --------------------------------------------------------------
 
     def make_policy(self) -> Policy:
         """The method these settings name."""
@@ -100,7 +133,7 @@ class Settings(BaseModel):
         """The protection in the notation of the command line."""
         return self.make_policy().default_protection if self.protect is None else self.protect
 
-    def cache(self, model: PreTrainedModel, samples: list[int] | None = None) -> EvictCache:
+    def cache(self, model: PreTrainedModel, samples: Sequence[int] | None = None) -> EvictCache:
         """A bounded cache for ``model``; ``reset()`` makes it ready for the next prompt."""
         from .hf.cache import EvictCache
 

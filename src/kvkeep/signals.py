@@ -27,6 +27,7 @@ class RoundView:
         rounds: int64 [R], number of each row's round.
         layers: int64 [L], global layer numbers.
         heads: int64 [H], global KV head numbers.
+        model_heads: KV heads of a layer of the whole model, of which ``heads`` may be a part.
         candidates: C, the widest row's number of candidates; narrower rows are padded behind.
         positions: int32 [R, L, H, C] ascending (axes that the policy's scope shares are 1), or None.
     """
@@ -36,5 +37,6 @@ class RoundView:
     rounds: Tensor
     layers: Tensor
     heads: Tensor
+    model_heads: int
     candidates: int
     positions: Tensor | None = None

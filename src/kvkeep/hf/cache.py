@@ -18,7 +18,8 @@ from .layer import EvictingLayer
 from .model import Unsupported, examine
 from .reader import Reader, Reading
 from .rounds import Rounds
-from .step import RowMask, Step
+from .step import Step
+from .steps import bound, prompt_step, trace_step, turn_step
 from .streams import Streams
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class EvictCache(Cache):
         self.prompt_length: int | None = None
         self.info = examine(model)
         if self.budget is not None:
-            self.policy.check(heads=self.info.heads, every=self.budget.every, total=self.budget.total)
+            self.policy.check(self.info.heads, self.budget)
         layers = list(self.info.layers)
         self.evicting: list[EvictingLayer] = []
         for number in self.info.evicting:
@@ -184,8 +185,22 @@ class EvictCache(Cache):
         """The forward that is under way."""
         return self._step
 
-    def begin(self, batch: int, q: int, ids: Tensor | None, mask: Tensor | None, device: torch.device) -> None:
-        """Prepare for a forward of ``q`` columns: run the rounds that are due, decide where it writes."""
+    def begin(
+        self,
+        tokens: Tensor,
+        ids: Tensor | None = None,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> None:
+        """Prepare for a forward: run the rounds that are due, decide where it writes.
+
+        Args:
+            tokens: its ids or embeddings, [B, q, ...].
+            ids: its ids [B, q], if they are known.
+            mask: its 2D attention mask.
+            positions: its position ids.
+        """
+        batch, q, device = tokens.shape[0], tokens.shape[1], tokens.device
         if self._step is not None:
             raise RuntimeError("an earlier forward with this cache failed halfway: call reset() and start again")
         if not self.rows:
@@ -198,7 +213,7 @@ class EvictCache(Cache):
             raise ValueError(f"the cache holds {len(self.rows)} rows and got a forward of {batch}: call reset() first")
         assert self._reader is not None
         self._reader.mode, self._reader.marked = self._mode, self._marked
-        reading = self._reader.read(q, mask)
+        reading = self._reader.read(q, mask, positions)
         if ids is None and self._samples is None and self.policy.evicts:
             raise Unsupported(
                 "inputs_embeds hide the prompt's ids, which seed its draws: pass samples=[one number a row]"
@@ -230,87 +245,41 @@ class EvictCache(Cache):
             row.add_prompt(reading.prompt - min(pad, reading.prompt))
             space = row.space()
             if trace and space is not None and trace > space:
-                raise ValueError(self._too_long(trace, space))
+                raise ValueError(_too_long(trace, space))
             row.add_trace(trace)
-        starts, stored = [row.cached for row in self.rows], max(row.cached for row in self.rows)
         before, self.rows = self.rows, rows
-        step = Step(q, starts, reading.pads, stored, max(1, self._most()), self._bound(), appended=self._padded)
-        if self._padded and stored:
-            step.mask = self._tail_mask([row.cached for row in before], stored, reading.pads, q)
-        return step
+        return prompt_step(before, rows, reading.pads, q, self._padded, self._rounds.device)
 
     def _trace(self, q: int) -> Step:
-        spaces = [row.space() for row in self.rows]
-        if spaces[0] is not None and q > min(s for s in spaces if s is not None):
-            raise ValueError(self._too_long(q, min(s for s in spaces if s is not None)))
+        space = self.trace_space()
+        if space is not None and q > space:
+            raise ValueError(_too_long(q, space))
         due = {i: row.next_round() for i, row in enumerate(self.rows) if row.needs_round()}
         if due:
             self._carry_out(due)
             if len(due) == len(self.rows):
-                self._rounds.shrink(self._bound())
+                self._rounds.shrink(bound(self.rows))
         starts = [row.cached for row in self.rows]
-        stored = max(starts)
         for row in self.rows:
             row.add_trace(q)
-        step = Step(q, starts, [0] * len(starts), stored, self._most(), self._bound())
-        if self._padded:
-            if q > 1:
-                step.appended = True
-                step.mask = self._tail_mask(starts, stored, step.pads, q)
-            elif step.uniform:
-                step.unmasked = True
-            else:
-                device = self._rounds.device
-                lengths = torch.tensor(starts, device=device).unsqueeze(1)
-                step.mask = RowMask(torch.arange(step.needed, device=device) <= lengths, 0)
-        return step
+        return trace_step(starts, self.rows, q, self._padded, self._rounds.device)
 
     def _turn(self, q: int) -> Step:
         rows = [replace(row) for row in self.rows]
         events = {i: event for i, row in enumerate(rows) if (event := row.next_turn(q)) is not None}
-        tail = all(row.turn_slot == row.cached for row in rows) and not events
         if events:
             self._carry_out(events, spare=q)
         starts = [row.turn_slot for row in self.rows]
+        appended = all(start == row.cached for start, row in zip(starts, self.rows, strict=True))
         for i, row in enumerate(self.rows):
             self._rounds.note_turn(i, row, q)
             row.add_turn(q)
-        stored = max(row.cached for row in self.rows)
-        if tail and not self._padded:
-            return Step(q, starts, [0] * len(starts), stored - q, stored, self._bound())
-        step = Step(q, starts, [0] * len(starts), stored, stored, self._bound(), appended=True)
-        device = self._rounds.device
-        slots = torch.arange(stored, device=device)
-        first = torch.tensor(starts, device=device).unsqueeze(1)
-        count = torch.tensor([row.cached for row in self.rows], device=device).unsqueeze(1)
-        old = (slots < count) & ~((slots >= first) & (slots < first + q))
-        step.mask = RowMask(torch.cat([old, old.new_ones(len(starts), q)], dim=1), q)
-        return step
-
-    def _tail_mask(self, counts: list[int], stored: int, pads: list[int], q: int) -> RowMask:
-        device = self._rounds.device
-        old = torch.arange(stored, device=device) < torch.tensor(counts, device=device).unsqueeze(1)
-        new = torch.arange(q, device=device) >= torch.tensor(pads, device=device).unsqueeze(1)
-        return RowMask(torch.cat([old, new], dim=1), q)
+        return turn_step(starts, self.rows, q, self._padded or not appended, self._rounds.device)
 
     def _carry_out(self, events: dict[int, Round], spare: int = 0) -> None:
         self._rounds.run(events, self.rows, self._streams, spare)
         for i, event in events.items():
             self.rows[i].apply(event)
-
-    def _most(self) -> int:
-        return max(row.cached for row in self.rows)
-
-    def _bound(self) -> int | None:
-        """Slots the storage needs for good: the widest row's K + r."""
-        limits = [row.limit for row in self.rows]
-        return None if limits[0] is None else max(x for x in limits if x is not None)
-
-    def _too_long(self, q: int, space: int) -> str:
-        return (
-            f"a forward of {q} trace tokens would cross a round: at most {space} fit now. Split it there "
-            "(cache.trace_space() says how many fit), or run it inside cache.as_prompt() if it is a new turn."
-        )
 
     # ---- what transformers calls ----------------------------------------------------------------
 
@@ -360,3 +329,10 @@ class EvictCache(Cache):
             "assisted decoding (assistant_model, prompt_lookup_num_tokens, ...) takes tokens back, which a bounded "
             "cache cannot do: call generate without it"
         )
+
+
+def _too_long(q: int, space: int) -> str:
+    return (
+        f"a forward of {q} trace tokens would cross a round: at most {space} fit now. Split it there "
+        "(cache.trace_space() says how many fit), or run it inside cache.as_prompt() if it is a new turn."
+    )

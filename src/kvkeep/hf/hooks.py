@@ -6,7 +6,6 @@ import inspect
 import weakref
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from .model import ModelInfo, Unsupported, implementation
@@ -28,14 +27,14 @@ class Hooks:
         signature = inspect.signature(info.decoder.forward)
 
         def mine(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[EvictCache, dict[str, Any]] | None:
-            owner = reference()
-            if owner is None:
-                return None
+            owner: EvictCache | None = reference()
             given = dict(kwargs)
             if args:
                 given |= signature.bind_partial(*args).arguments
-            passed = given.get("cache") or given.get("past_key_values")
-            return (owner, given) if passed is owner else None
+            passed = given["cache"] if given.get("cache") is not None else given.get("past_key_values")
+            if owner is not None and id(passed) == id(owner):
+                return owner, given
+            return None
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             found = mine(args, kwargs)
@@ -87,5 +86,4 @@ def _begin(cache: EvictCache, given: dict[str, Any]) -> None:
         raise Unsupported("ready-made attention masks are not supported: pass the 2D mask")
     if tokens.shape[1] == 0:
         raise ValueError("the prompt is empty: a forward needs at least one token")
-    device: torch.device = tokens.device
-    cache.begin(tokens.shape[0], tokens.shape[1], ids, mask, device)
+    cache.begin(tokens, ids, mask, given.get("position_ids"))

@@ -66,17 +66,23 @@ class Reader:
         self._real = [0] * rows  # tokens of each row that were not padding
         self._warned = False
 
-    def read(self, q: int, mask: Tensor | None) -> Reading:
-        """Classify a forward of ``q`` columns with the 2D attention mask ``mask`` ([B, columns + q] or None).
+    def read(self, q: int, mask: Tensor | None, positions: Tensor | None = None) -> Reading:
+        """Classify a forward.
+
+        Args:
+            q: its columns.
+            mask: the 2D attention mask, [B, columns + q] or None.
+            positions: its position ids, [B or 1, q] or None.
 
         Raises:
             ValueError: the padding is not on the left, or the mask has another shape.
         """
+        self._announce(q, positions)
         pads = self._pads(q, mask)
-        self._announce(q, mask)
         prompt, turn = self._prompt_columns(q)
-        ends = self.columns + q >= max(self._announced, self.prompt_length or 0)
-        if ends and 0 in [r + q - p for r, p in zip(self._real, pads, strict=True)]:
+        known = max(self._announced, self.prompt_length or 0)
+        ends = prompt < q or (self.columns + q >= known and (self.marked or known > 0))
+        if ends and not self.in_trace and 0 in [r + q - p for r, p in zip(self._real, pads, strict=True)]:
             raise ValueError("a row of the batch has an empty prompt: every row needs at least one token")
         if turn and any(pads):
             raise ValueError("padding inside a later turn is not supported: run rows with unequal turns one by one")
@@ -90,7 +96,8 @@ class Reader:
     def done(self, q: int, reading: Reading) -> None:
         """Move on after the forward has run."""
         self.columns += q
-        self._real = [r + q - p for r, p in zip(self._real, reading.pads, strict=True)]
+        if not self.in_trace:
+            self._real = [r + q - p for r, p in zip(self._real, reading.pads, strict=True)]
         if reading.prompt < q:
             self.in_trace = True
         self.asked_length = self.marked = False
@@ -116,22 +123,23 @@ class Reader:
             )
         return 0, False
 
-    def _announce(self, q: int, mask: Tensor | None) -> None:
+    def _announce(self, q: int, positions: Tensor | None) -> None:
         """Learn from ``generate`` how long a prefill in chunks will be.
 
-        It hands each chunk a slice of the whole mask; the row stride of that slice is the mask's
-        full length. Without this, a last chunk of one token would look like the first of the trace.
+        It hands each chunk a slice of the whole prompt's position ids, whose row stride is the
+        prompt's length. Without this, a last chunk of one token would look like the first of the trace.
         """
-        from_generate = self.marked or (not _GENERATE_MARKS and self.asked_length)
-        if not from_generate or mask is None or q < 2:
+        from_generate = self.marked or (not _GENERATE_MARKS and self.asked_length and q > 1)
+        if not from_generate or positions is None or positions.dim() != 2 or positions.stride(1) != 1:
             return
-        reached, full = self.columns + q, mask.stride(0)
-        whole = mask.untyped_storage().nbytes() // mask.element_size()
-        if mask.stride(1) == 1 and reached < full and whole == full * self.rows:
+        full = positions.stride(0)
+        whole = positions.untyped_storage().nbytes() // positions.element_size()
+        if positions.storage_offset() == self.columns and self.columns + q < full and whole % full == 0:
             self._announced = full
 
     def _pads(self, q: int, mask: Tensor | None) -> list[int]:
-        if mask is None or (q == 1 and (self.in_trace or self.columns > 0)):
+        known = max(self._announced, self.prompt_length or 0, 1)
+        if mask is None or (q == 1 and self.columns >= known and self.mode != "prompt"):
             # A decoding step is not looked at: reading the mask would wait for the device at every token.
             return [0] * self.rows
         if mask.dim() != 2 or mask.shape[0] != self.rows or mask.shape[1] < self.columns + q:

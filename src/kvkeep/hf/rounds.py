@@ -11,7 +11,7 @@ from torch import Tensor
 from ..layout import Round, Row
 from ..plan import Moves, Overrides, plan
 from ..policies import Policy
-from ..positions import PositionStore, copy_window, flat_slots
+from ..positions import PositionStore, flat_slots, move_entries, windows
 from ..settings import Settings
 from ..signals import POSITIONS, RoundView
 from .layer import EvictingLayer
@@ -126,14 +126,9 @@ class Rounds:
             self.store.resize(max(most, self.layers[0].capacity))
             for i in which:
                 self.store.fill(i, rows[i].cached, rows[i].seen)
-        moves = self._plan(which, what, streams.get(len(rows))[which], self.store)
-        turns = [(i, e) for i, e in events.items() if e.turn]
-        rounds = [(i, e) for i, e in events.items() if not e.turn]
-        self._windows(turns)
-        self._move(which, moves)
-        self._windows(rounds)
-        if self.store is not None:
-            self.store.apply(which, what, moves)
+        view, order = self.look(which, what, streams.get(len(rows))[which], self.store)
+        moves = self.plan(which, what, view, order, self.policy.keys(view), self.store)
+        self.move(which, what, moves)
         for i, event in events.items():
             self._log[i].append(Logged(event, rows[i].seen))
         self.moved = True
@@ -155,30 +150,73 @@ class Rounds:
                 self.store.turn(i, row.turn_slot, n, row.seen)
             self._log[i].append(Logged(None, row.seen, row.turn_slot, n))
 
-    def _plan(self, which: list[int], events: list[Round], streams: Tensor, store: PositionStore | None) -> Moves:
+    def look(
+        self, which: list[int], events: list[Round], streams: Tensor, store: PositionStore | None
+    ) -> tuple[RoundView, Tensor | None]:
+        """What the policy sees of a round.
+
+        Args:
+            which: rows.
+            events: what happens to each of them.
+            streams: int64 [R], their streams.
+            store: positions of all rows, if they are tracked.
+
+        Returns:
+            The view, and the rank of each of its candidates where these come by position.
+        """
         device = self.device if store is None else store.data.device
         positions = order = None
-        if store is not None:
-            positions = store.candidates(which, events)
-        overrides = self._overrides(which, positions)
-        if positions is not None and POSITIONS in self.policy.signals:
-            positions, order = positions.sort(dim=-1, stable=True)
-            overrides = self._overrides(which, positions)
+        if store is not None and POSITIONS in self.policy.signals:
+            positions, order = store.candidates(which, events).sort(dim=-1, stable=True)
         view = RoundView(
             seed=self.settings.seed,
             streams=streams.to(device),
             rounds=torch.tensor([e.number for e in events], device=device),
             layers=torch.tensor(self.info.evicting, device=device),
             heads=torch.arange(self.info.heads, device=device),
+            model_heads=self.info.heads,
             candidates=max(e.candidates for e in events),
             positions=positions,
         )
-        keys = self.policy.keys(view)
+        return view, order
+
+    def plan(
+        self,
+        which: list[int],
+        events: list[Round],
+        view: RoundView,
+        order: Tensor | None,
+        keys: Tensor,
+        store: PositionStore | None,
+    ) -> Moves:
+        """Moves of a round, from the policy's ``keys`` for what :meth:`look` showed it."""
+        positions = view.positions
+        if positions is None and store is not None:
+            positions = store.candidates(which, events)
+        overrides = self._overrides(which, positions)
         if overrides is not None:
             shapes = [keys.shape[:3]] + [m.shape[:3] for m in (overrides.keep, overrides.forget) if m is not None]
             keys = keys.expand(*torch.broadcast_shapes(*shapes), keys.shape[-1])
             order = None if order is None else order.expand(*keys.shape)
         return plan(keys, events, self.policy.slots_per_unit, overrides, order)
+
+    def move(self, which: list[int], events: list[Round], moves: Moves) -> None:
+        """Carry out a plan in every layer: moves, and the window before a turn or after a round."""
+        turns = [(i, e) for i, e in zip(which, events, strict=True) if e.turn]
+        rounds = [(i, e) for i, e in zip(which, events, strict=True) if not e.turn]
+        assert self.layers[0].k is not None
+        batch, heads, capacity, _ = self.layers[0].k.shape
+        before, after = (windows([i for i, _ in x], [e for _, e in x], batch) for x in (turns, rounds))
+        rows = torch.tensor(which, device=moves.src.device)
+        sources = flat_slots(moves.src, rows, heads, capacity)  # [L or 1, R * H * m]
+        targets = flat_slots(moves.dst, rows, heads, capacity)
+        for i, layer in enumerate(self.layers):
+            source, target = sources[min(i, len(sources) - 1)], targets[min(i, len(targets) - 1)]
+            for tensor in (layer.k, layer.v):
+                assert tensor is not None
+                move_entries(tensor, source.to(tensor.device), target.to(tensor.device), before, after)
+        if self.store is not None:
+            self.store.apply(which, events, moves)
 
     def _overrides(self, which: list[int], positions: Tensor | None) -> Overrides | None:
         pins = self.settings.protection.pins
@@ -189,28 +227,6 @@ class Rounds:
             pinned = (positions >= first) & (positions < end)
             keep = pinned if keep is None else keep | pinned
         return Overrides(keep, _at(self._forget, which, positions))
-
-    def _windows(self, events: Sequence[tuple[int, Round]]) -> None:
-        if events:
-            rows, what = [i for i, _ in events], [e for _, e in events]
-            for layer in self.layers:
-                for tensor in (layer.k, layer.v):
-                    assert tensor is not None
-                    copy_window(tensor, rows, what)
-
-    def _move(self, which: list[int], moves: Moves) -> None:
-        if moves.empty:
-            return
-        heads, capacity = self.info.heads, self.layers[0].capacity
-        rows = torch.tensor(which, device=moves.src.device)
-        sources = flat_slots(moves.src, rows, heads, capacity)  # [L or 1, R * H * m]
-        targets = flat_slots(moves.dst, rows, heads, capacity)
-        for i, layer in enumerate(self.layers):
-            source, target = sources[min(i, len(sources) - 1)], targets[min(i, len(targets) - 1)]
-            for tensor in (layer.k, layer.v):
-                assert tensor is not None
-                flat = tensor.view(-1, tensor.shape[-1])
-                flat.index_copy_(0, target.to(flat.device), flat.index_select(0, source.to(flat.device)))
 
     # ---- kept positions -------------------------------------------------------------------------
 
@@ -238,7 +254,9 @@ class Rounds:
             store.resize(max(store.data.shape[-1], cached + event.fresh))
             store.fill(0, cached, entry.seen)
             assert stream is not None
-            store.apply([0], [event], self._plan([0], [event], stream, store))
+            view, order = self.look([0], [event], stream, store)
+            moves = self.plan([0], [event], view, order, self.policy.keys(view), store)
+            store.apply([0], [event], moves)
         return store
 
 

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
+from ..budget import Budget
 from ..signals import RoundView
 
 PolicyScope = Literal["head", "layer", "model"]
@@ -51,7 +52,7 @@ class Policy:
         """Consecutive slots that live and die together."""
         return 1
 
-    def check(self, heads: int, every: int, total: int) -> None:
+    def check(self, heads: int, budget: Budget) -> None:
         """Refuse options that do not fit a model with ``heads`` KV heads or a budget.
 
         Raises:

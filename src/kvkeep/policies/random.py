@@ -8,6 +8,7 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
+from ..budget import Budget
 from ..draws import rank_keys, round_words
 from ..signals import RoundView
 from .base import Policy, PolicyScope
@@ -43,10 +44,12 @@ class RandomAttention(Policy):
     def __post_init__(self) -> None:
         if self.draw not in get_args(Draw):
             raise ValueError(f"draw must be one of {', '.join(get_args(Draw))}, got {self.draw!r}")
-        if self.groups is not None and (self.draw != "head" or self.groups < 1):
-            raise ValueError(f"groups={self.groups!r} goes with draw='head' and is at least 1, got draw={self.draw!r}")
-        if self.unit < 1:
-            raise ValueError(f"unit must be at least 1, got {self.unit!r}")
+        if self.groups is not None and (not isinstance(self.groups, int) or self.groups < 1):
+            raise ValueError(f"groups must be a whole number of at least 1, got {self.groups!r}")
+        if self.groups is not None and self.draw != "head":
+            raise ValueError(f"groups={self.groups} goes with draw='head', got draw={self.draw!r}")
+        if isinstance(self.unit, bool) or not isinstance(self.unit, int) or self.unit < 1:
+            raise ValueError(f"unit must be a whole number of at least 1, got {self.unit!r}")
 
     @property
     def scope(self) -> PolicyScope:
@@ -56,22 +59,22 @@ class RandomAttention(Policy):
     def slots_per_unit(self) -> int:
         return self.unit
 
-    def check(self, heads: int, every: int, total: int) -> None:
+    def check(self, heads: int, budget: Budget) -> None:
         if self.groups is not None and heads % self.groups:
             raise ValueError(f"groups={self.groups} does not divide the model's {heads} KV heads")
-        for label, value in (("buffer", every), ("budget", total)):
+        for label, value in (("buffer", budget.every), ("budget", budget.total), ("window", budget.window)):
             if value % self.unit:
-                raise ValueError(f"unit={self.unit} does not divide the {label} of {value}: use a divisor of both")
+                raise ValueError(f"unit={self.unit} does not divide the {label} of {value}: use a divisor of all three")
+        if self.unit > 1 and budget.growth is not None:
+            raise ValueError(f"unit={self.unit} needs a constant budget: use growth=None or unit=1")
 
     def draw_keys(self, view: RoundView) -> Tensor:
-        layers, heads, repeat = view.layers, view.heads, 1
+        layers, heads = view.layers, view.heads
         if self.draw == "model":
             layers = torch.zeros_like(layers[:1])
         if self.draw != "head":
             heads = torch.zeros_like(heads[:1])
         elif self.groups is not None:
-            repeat = len(heads) // self.groups
-            heads = torch.arange(self.groups, dtype=torch.int64, device=heads.device)
+            heads = heads * self.groups // view.model_heads
         ranks = torch.arange(view.candidates // self.unit, dtype=torch.int32, device=view.streams.device)
-        keys = rank_keys(round_words(view.seed, view.streams, layers, heads, view.rounds), ranks)
-        return keys if repeat == 1 else keys.repeat_interleave(repeat, dim=2)
+        return rank_keys(round_words(view.seed, view.streams, layers, heads, view.rounds), ranks)

@@ -46,7 +46,7 @@ def make_policy(name: str, options: Mapping[str, Any] | None = None) -> Policy:
     """
     known = policies()
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
         raise ValueError(f"unknown policy {name!r}: {hint}known are {', '.join(known)}")
     policy = known[name]

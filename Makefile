@@ -1,0 +1,52 @@
+# Everything runs in its own virtual environment; a fresh machine needs Python 3.11+ and make.
+PYTHON ?= python3
+VENV := .venv
+VENV519 := .venv519
+PIP_FLAGS := --quiet --disable-pip-version-check
+WORKERS ?= 2
+
+.PHONY: help demo test test-fast test-519 lint model check-gpu clean
+
+help:
+	@echo "make demo       install, then compare the full cache with a bounded one (SmolLM2-135M)"
+	@echo "make test       lint, types and the whole test suite, on two versions of transformers"
+	@echo "make test-fast  the tests that take seconds"
+	@echo "make check-gpu  invariants and benchmarks on a CUDA GPU (needs torch, transformers, Triton)"
+
+# Stamps are newer than what they were made from, so a change of dependencies installs again.
+$(VENV)/stamp: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install $(PIP_FLAGS) -c constraints.txt -e '.[dev]'
+	touch $@
+
+$(VENV519)/stamp: pyproject.toml constraints-5.19.txt
+	$(PYTHON) -m venv $(VENV519)
+	$(VENV519)/bin/pip install $(PIP_FLAGS) -c constraints-5.19.txt -e '.[dev]'
+	touch $@
+
+model: $(VENV)/stamp
+	$(VENV)/bin/python -m kvkeep.hf.load
+
+demo: $(VENV)/stamp model
+	$(VENV)/bin/kvkeep demo
+
+lint: $(VENV)/stamp
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+test-fast: $(VENV)/stamp model
+	$(VENV)/bin/python -m pytest -q -n $(WORKERS) -m "not slow"
+
+test: lint model test-519
+	$(VENV)/bin/python -m pytest -q -n $(WORKERS)
+
+# The engine's behaviour on the older transformers; the core does not import it.
+test-519: $(VENV519)/stamp $(VENV)/stamp model
+	$(VENV519)/bin/python -m pytest -q -n $(WORKERS) -m "not slow" tests/test_hf_*.py tests/test_load.py
+
+check-gpu:
+	PYTHONPATH=src $(PYTHON) -m kvkeep.bench.gpu --out benchmarks/gpu.json
+
+clean:
+	rm -rf $(VENV) $(VENV519) results .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,173 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from .bench.cli import app as bench_app
+from .policies import policies as known_policies
+from .report.files import versions, write_json
+from .report.tables import table
+from .settings import Settings
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    help="Bounded KV caches for long reasoning: keep the prompt, the newest tokens and a fair draw of the rest.",
+)
+app.add_typer(bench_app, name="bench")
+out, err = Console(), Console(stderr=True)
+
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the numbers to this file.")]
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to ask. Quote it.")],
+    model: Annotated[str, typer.Option(help="Hub id, local folder, or smollm2 (135M, made from a PyPI package).")] = (
+        "smollm2"
+    ),
+    policy: Annotated[str, typer.Option(help="Which entries to keep; `kvkeep policies` lists them.")] = "random",
+    budget: Annotated[int, typer.Option(help="Entries each KV head keeps, prompt included (K).")] = 2048,
+    buffer: Annotated[int, typer.Option(help="Tokens between two eviction rounds, always kept (r).")] = 64,
+    scope: Annotated[
+        str,
+        typer.Option(help="A prompt that does not fit is refused (total), not counted (trace), or grows K (grow)."),
+    ] = "total",
+    protect: Annotated[
+        str | None, typer.Option(help="Never evicted: prompt, prompt:0.5, sinks:4, pin:10-20, none.")
+    ] = None,
+    option: Annotated[
+        list[str] | None, typer.Option("--option", "-o", help="Option of the policy, e.g. -o draw=layer.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the draws and of the sampling.")] = 0,
+    chat: Annotated[
+        bool | None, typer.Option("--chat/--no-chat", help="Use the chat template; default: if the model has one.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 512,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Sample from the most probable tokens with this mass.")] = 1.0,
+    stats_json: Annotated[Path | None, typer.Option(help="Write settings, text and cache statistics here.")] = None,
+) -> None:
+    """Generate text under a fixed KV budget, and say what the cache did."""
+    from .engine import Sampling
+
+    settings = Settings(
+        policy=policy,
+        budget=budget,
+        buffer=buffer,
+        scope=scope,  # type: ignore[arg-type]  # checked by Budget, with a message
+        protect=protect,
+        seed=seed,
+        options=_options(option or []),
+    )
+    sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    if not prompt.strip():
+        raise ValueError("the prompt is empty: write what to ask, in quotes")
+
+    from transformers import TextStreamer
+
+    from .hf.engine import HFEngine
+    from .hf.load import encode_prompt, load
+
+    language_model, tokenizer = load(model)
+    ids = encode_prompt(tokenizer, prompt, chat)
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    engine = HFEngine(language_model, tokenizer, settings)
+    sample = engine.generate([ids], [0], sampling, streamer=streamer)[0]
+    stats = sample.stats
+    err.print(
+        f"[dim]{policy}: {stats['prompt']} prompt + {len(sample.tokens)} trace tokens, {stats['rounds']} rounds, "
+        f"{stats['entries']} entries a head, cache peak {stats['bytes']['peak'] / 2**20:.2f} MiB[/dim]"
+    )
+    if stats_json is not None:
+        write_json(stats_json, {"model": model, "settings": settings.to_dict(), "versions": versions(),
+                                "prompt": prompt, "text": sample.text, "tokens": len(sample.tokens),
+                                "stats": stats})  # fmt: skip
+
+
+@app.command()
+def policies(json: JsonFile = None) -> None:
+    """List the known methods: what they do, what they must see, what their paper protects."""
+    rows = [
+        {
+            "name": p.name,
+            "rule": p.rule,
+            "signals": sorted(p.signals),
+            "published_protection": p.published_protection,
+            "default_protection": p.default_protection,
+            "paper": p.paper,
+        }
+        for p in known_policies().values()
+    ]
+    out.print(
+        table(
+            "Policies",
+            ["name", "rule", "signals", "paper protects", "kvkeep protects", "paper"],
+            [
+                (
+                    r["name"],
+                    r["rule"],
+                    ", ".join(r["signals"]) or "none",
+                    r["published_protection"],
+                    r["default_protection"],
+                    r["paper"],
+                )
+                for r in rows
+            ],
+        )
+    )
+    _maybe_write(json, {"versions": versions(), "seed": None, "rows": rows})
+
+
+@app.command()
+def demo(
+    folder: Annotated[Path, typer.Option("--out", help="Folder for the numbers and the plot.")] = Path("results/demo"),
+    model: Annotated[str, typer.Option(help="Hub id, local folder, or smollm2.")] = "smollm2",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate under each policy.")] = 600,
+    budget: Annotated[int, typer.Option(help="Entries each KV head keeps under random (K).")] = 128,
+    buffer: Annotated[int, typer.Option(help="Tokens between two rounds (r).")] = 32,
+    json: JsonFile = None,
+) -> None:
+    """Generate from one prompt with the full cache and with a bounded one; print a table, save a plot."""
+    from . import demo as demonstration
+
+    result = demonstration.run(err, folder, model=model, tokens=tokens, budget=budget, buffer=buffer)
+    out.print(demonstration.summary(result))
+    out.print(f"plot: {folder / 'cache_bytes.png'}   numbers and texts: {folder / 'demo.json'}")
+    _maybe_write(json, result)
+
+
+def _options(pairs: list[str]) -> dict[str, Any]:
+    """Options of a policy from ``name=value``; a value is JSON if it reads as such, else text."""
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise ValueError(f"--option takes name=value, got {pair!r}")
+        try:
+            found[name] = json.loads(value)
+        except json.JSONDecodeError:
+            found[name] = value
+    return found
+
+
+def _maybe_write(path: Path | None, data: dict[str, Any]) -> None:
+    if path is not None:
+        write_json(path, data)
+
+
+def main() -> None:
+    """Run the command line; a mistake of the user is one line, not a traceback."""
+    try:
+        app()
+    except (ValueError, OSError, RuntimeError) as error:
+        err.print(f"[bold red]error:[/bold red] {error}", highlight=False, soft_wrap=True)
+        sys.exit(2)

@@ -1,0 +1,44 @@
+"""Results on disk: written whole or not at all, with what is needed to repeat them."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import tempfile
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+
+def write_json(path: str | Path, data: Any) -> None:
+    """Write ``data`` as JSON; a reader sees the old file or the new one, never half of it.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w") as file:
+            json.dump(data, file, indent=2)
+            file.write("\n")
+        os.chmod(name, 0o644)  # mkstemp makes files that only their owner reads
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a result depends on."""
+    found = {"python": platform.python_version()}
+    for package in ("kvkeep", "torch", "transformers"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:  # a copy of the repository that was never installed
+            from importlib import import_module
+
+            found[package] = import_module(package).__version__
+    return found
