@@ -69,10 +69,10 @@ def taped(model: PreTrainedModel, cache: Any) -> Iterator[list[Frame]]:
     frames: list[Frame] = []
 
     def record(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if cache is not None and kwargs.get(CACHE) is cache:
+        if kwargs.get(CACHE) is cache:
             ids = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
-            rows = range(ids.shape[0]) if hasattr(cache, "kept_positions") else range(0)  # not for transformers' own
-            kept = [cache.kept_positions(row).clone() for row in rows]
+            read = getattr(cache, "kept_positions", None)  # transformers' own caches have none
+            kept = [] if read is None else [read(row).clone() for row in range(ids.shape[0])]
             frames.append(Frame(ids.shape[1], kept, output.logits.detach().clone()))
 
     handle = model.register_forward_hook(record, with_kwargs=True)

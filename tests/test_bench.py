@@ -97,7 +97,6 @@ def test_moves_leave_what_a_compaction_gathers(policy: str, options: dict[str, A
     for layer, (k, v) in zip(cache.layers, before, strict=True):
         layer.k, layer.v = k.clone(), v.clone()
     getattr(compaction, gather)()
-    # Only the last tensor's gather is still in a tensor of its own; the others are read from the index.
     gathered = compaction_results(before, compaction.index)
     for (k, v), (gathered_k, gathered_v) in zip(moved, gathered, strict=True):
         assert k is not None
@@ -129,7 +128,7 @@ def test_decode_schema_and_rounds() -> None:
     check_result(result, {"kind", "length", "full_tokens_per_s", "random_over_full_interval"}, decode.table)
     steps, generation = result["rows"][:-1], result["rows"][-1]
     for row in steps:
-        assert row["random_rounds"] == row["alternations"] + 1  # one in each turn, the warm-up's included
+        assert row["random_rounds"] == row["alternations"]  # one in each turn
         assert row["full_rounds"] == row["dynamic_rounds"] == 0
         low, high = row["random_over_full_interval"]
         assert low <= row["random_over_full"] <= high

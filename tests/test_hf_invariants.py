@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 import kvkeep
 from masked import Rule, check_row, close, force, masked_logits, replay
-from models import CASES, generate, left_pad, prompt, step, tiny
+from models import CASES, counted, generate, left_pad, prompt, step, tiny
 
 K, R = 24, 4
 EVERY_CASE = pytest.mark.parametrize(("family", "attention"), CASES)
@@ -147,3 +147,24 @@ def test_an_over_long_prompt_gives_its_memory_back(lengths: list[int], track: bo
         generate(model, cache, batch["input_ids"], 40, attention_mask=batch["attention_mask"])
         assert min(cache.stats()["rounds"]) >= 3
         assert [layer.k.shape[2] for layer in cache.evicting] == [K + R] * 3
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"protect": "prompt+pin:15-17"}, {"keep": torch.ones(1, 1, 1, 14, dtype=torch.bool)}],
+)
+def test_units_with_pins_or_masks(values: dict[str, Any]) -> None:
+    """Either the whole unit of a pinned entry stays, or the combination is refused before anything runs."""
+    model, refused = tiny("llama"), ""
+    with counted(model) as forwards:
+        try:
+            with evict("llama", unit=2, **values) as cache:
+                generate(model, cache, prompt(11), 60)
+                kept = cache.kept_positions()
+        except ValueError as error:
+            refused = str(error)
+    if refused:
+        assert "unit" in refused
+        assert not forwards
+        return
+    assert all(bool((kept == p).any(-1).all()) for p in ([15, 16] if "protect" in values else [11, 12, 13]))

@@ -232,3 +232,17 @@ def test_a_turn_without_generate() -> None:
         assert cache.stats()["prompt"] == [18]
     turns = [range(51, 57), range(66, 67)]
     assert check_row(model, frames, ids[:, :first], Rule(40, R, R, share=1), 11, turns=turns) >= 6
+
+
+def test_a_turn_before_the_pinned_positions() -> None:
+    """Pins that are still to come need no room yet: a turn for which nothing has to go is not refused."""
+    model, ids = tiny("llama"), prompt(70, seed=2)
+    with evict(model, budget=40, protect="prompt+pin:16-18") as cache, taped(model, cache) as frames:
+        for first, end in [(0, 6), (6, 7), (7, 14), *((t, t + 1) for t in range(14, 70))]:
+            if first == 7:
+                with cache.as_prompt():
+                    step(model, cache, ids[:, first:end])
+            else:
+                step(model, cache, ids[:, first:end])
+    rule = Rule(40, R, R, share=1, pins=(16, 17))
+    assert check_row(model, frames, ids, rule, 6, turns=[range(7, 14)]) >= 6

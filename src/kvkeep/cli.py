@@ -109,8 +109,8 @@ def policies(json: JsonFile = None) -> None:
     ]
     out.print(
         table(
-            "Policies",
-            ["name", "rule", "signals", "paper protects", "kvkeep protects", "paper"],
+            "Policies (default: what kvkeep protects unless --protect says otherwise)",
+            ["name", "rule", "signals", "paper protects", "default", "paper"],
             [
                 (
                     r["name"],

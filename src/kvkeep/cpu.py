@@ -27,7 +27,7 @@ RANK_STEP = 0x9E3779B1
 KEY_A = 0x21F0AAAD
 KEY_B = 0xD35A2D97
 
-_BLOCK = 1 << 16  # keys hashed at a time: they stay in a core's cache
+_BLOCK = 1 << 15  # keys hashed at a time: they stay in a core's cache
 
 
 def _mix64(x: _Words) -> _Words:

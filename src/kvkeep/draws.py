@@ -77,6 +77,10 @@ def round_words(seed: int, streams: Tensor, layers: Tensor, heads: Tensor, round
     """
     if streams.device.type == "cpu":
         return cpu.round_words(seed, streams, layers, heads, rounds)
+    return _round_words(seed, streams, layers, heads, rounds)
+
+
+def _round_words(seed: int, streams: Tensor, layers: Tensor, heads: Tensor, rounds: Tensor) -> Tensor:
     x = _mix64(streams + _signed64(seed * _WEYL))
     x = _mix64(x ^ (rounds * _WEYL))  # [R]
     x = _mix64(x[:, None] ^ ((layers + 1) * _WEYL))  # [R, L]
@@ -95,6 +99,10 @@ def rank_keys(words: Tensor, ranks: Tensor) -> Tensor:
     """
     if words.device.type == "cpu":
         return cpu.rank_keys(words, ranks)
+    return _rank_keys(words, ranks)
+
+
+def _rank_keys(words: Tensor, ranks: Tensor) -> Tensor:
     # Brought into range first: what an out-of-range cast does is not defined on every backend.
     low = (((words & 0xFFFFFFFF) ^ (1 << 31)) - (1 << 31)).to(torch.int32).unsqueeze(-1)
     high = (words >> 32).to(torch.int32).unsqueeze(-1)

@@ -77,10 +77,11 @@ class Protection:
         """P, the length of the protected prefix of a prompt of ``prompt_length`` tokens."""
         return max(ceil(self.share * prompt_length), min(self.sinks, prompt_length))
 
-    def pinned(self, prefix: int) -> int:
-        """Number of pinned positions beyond a protected prefix of length ``prefix``."""
+    def pinned(self, prefix: int, seen: int | None = None) -> int:
+        """Number of pinned positions from ``prefix`` on, and before ``seen`` if that is given."""
         taken, end = 0, prefix
         for first, last in self.pins:  # sorted, possibly overlapping
+            last = last if seen is None else min(last, seen)
             taken += max(0, last - max(first, end))
             end = max(end, last)
         return taken
@@ -254,7 +255,7 @@ class Row:
         kept, victims = budget.kept(max(self.trace_rounds - 1, 0)), 0
         if self.cached + n > kept + budget.every:
             victims = min(n, self.cached + n - kept)
-        if victims > candidates - self.protection.pinned(self.first_protected):
+        if victims > max(0, candidates - self.protection.pinned(self.first_protected, self.seen)):
             raise ValueError(
                 f"a new turn of {n} tokens does not fit: beside {self.protected} protected entries and a window of "
                 f"{window} there are {candidates} entries, and {victims} would have to go. Raise the budget of {kept}, "

@@ -8,6 +8,7 @@ Without keys and values it is also a dry run: it replays what a content-free pol
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -18,37 +19,57 @@ from .layout import Round
 from .plan import Moves
 
 
-def flat_slots(slots: Tensor, rows: Tensor, heads: int, capacity: int) -> Tensor:
-    """Indices into a ``[B, H, S, ...]`` tensor flattened over its first three axes.
+def first_slots(rows: Sequence[int], heads: int, capacity: int, device: torch.device) -> Tensor:
+    """Index of slot 0 of each row and head in a ``[B, H, S, ...]`` tensor flattened over its first three axes.
+
+    Args:
+        rows: the batch rows.
+        heads: H of the tensor.
+        capacity: S of the tensor.
+        device: where the index is needed.
+
+    Returns:
+        int64 [R, 1, H, 1].
+    """
+    return _first_slots(tuple(rows), heads, capacity, device)
+
+
+@lru_cache(maxsize=16)  # the same at every round
+def _first_slots(rows: tuple[int, ...], heads: int, capacity: int, device: torch.device) -> Tensor:
+    first = (np.asarray(rows)[:, None] * heads + np.arange(heads)) * capacity
+    with torch.inference_mode(False):  # a caller outside inference mode must be able to use what one inside it made
+        return torch.from_numpy(first[:, None, :, None]).to(device)
+
+
+def flat_slots(slots: Tensor, first: Tensor) -> Tensor:
+    """Indices into the flattened tensor.
 
     Args:
         slots: int64 [R, L, H or 1, m].
-        rows: int64 [R], the batch rows.
-        heads: H of the tensor.
-        capacity: S of the tensor.
+        first: from :func:`first_slots`.
 
     Returns:
         int64 [L, R * H * m].
     """
-    head = torch.arange(heads, device=slots.device).view(1, 1, -1, 1)
-    flat = (rows.view(-1, 1, 1, 1) * heads + head) * capacity + slots  # [R, L, H, m]
-    return flat.transpose(0, 1).reshape(slots.shape[1], -1)
+    return (slots + first).transpose(0, 1).reshape(slots.shape[1], -1)
 
 
-def windows(rows: Sequence[int], events: Sequence[Round], batch: int) -> list[tuple[int | slice, Round]]:
+def windows(rows: Sequence[int], events: Sequence[Round], batch: int, turns: bool) -> list[tuple[int | slice, Round]]:
     """Windows that must move, as (row or all rows, event).
 
     Args:
         rows: the batch rows the events belong to.
         events: one a row.
         batch: B.
+        turns: those of turns, which move before everything else, or those of rounds, which move last.
     """
-    places = {(e.window, e.window_from, e.window_to) for e in events}
-    if len(places) == 1 and len(rows) == batch:
-        each: list[tuple[int | slice, Round]] = [(slice(None), events[0])]
-    else:
-        each = list(zip(rows, events, strict=True))
-    return [(row, e) for row, e in each if e.window and e.window_from != e.window_to]
+    alike = len(rows) == batch and all(
+        (e.turn, e.window, e.window_from, e.window_to)
+        == (events[0].turn, events[0].window, events[0].window_from, events[0].window_to)
+        for e in events[1:]
+    )
+    each: list[tuple[int | slice, Round]] = [(slice(None), events[0])] if alike else [*zip(rows, events, strict=True)]
+    return [(row, e) for row, e in each if e.turn == turns and e.window and e.window_from != e.window_to]
 
 
 def copy_windows(tensor: Tensor, moving: Sequence[tuple[int | slice, Round]]) -> None:
@@ -108,7 +129,8 @@ class PositionStore:
     """
 
     def __init__(self, rows: int, layers: int, heads: int, capacity: int, device: torch.device) -> None:
-        self.data = torch.full((rows, layers, heads, capacity), -1, dtype=torch.int32, device=device)
+        with torch.inference_mode(False):  # the store outlives the mode a forward runs in
+            self.data = torch.full((rows, layers, heads, capacity), -1, dtype=torch.int32, device=device)
         self.filled = [0] * rows
 
     @property
@@ -120,7 +142,8 @@ class PositionStore:
         """Give every row ``capacity`` slots; what fits is kept."""
         if capacity == self.data.shape[-1]:
             return
-        data = self.data.new_full((*self.data.shape[:-1], capacity), -1)
+        with torch.inference_mode(False):
+            data = torch.full((*self.data.shape[:-1], capacity), -1, dtype=torch.int32, device=self.data.device)
         common = min(capacity, self.data.shape[-1])
         data[..., :common] = self.data[..., :common]
         self.data = data
@@ -148,12 +171,10 @@ class PositionStore:
 
     def apply(self, rows: Sequence[int], events: Sequence[Round], moves: Moves) -> None:
         """Carry out a round or the room for a turn; every row must be filled before."""
-        turns = [i for i, e in enumerate(events) if e.turn]
-        rounds = [i for i, e in enumerate(events) if not e.turn]
         data = self.data.unsqueeze(-1)  # [B, L, H, S, 1]
-        copy_windows(data, windows([rows[i] for i in turns], [events[i] for i in turns], len(data)))
+        copy_windows(data, windows(rows, events, len(data), turns=True))
         self._move(rows, moves)
-        copy_windows(data, windows([rows[i] for i in rounds], [events[i] for i in rounds], len(data)))
+        copy_windows(data, windows(rows, events, len(data), turns=False))
         for row, e in zip(rows, events, strict=True):
             self.filled[row] += e.fresh if e.turn else -e.victims
 
@@ -161,14 +182,9 @@ class PositionStore:
         if moves.empty:
             return
         _, layers, heads, capacity = self.data.shape
-        index = torch.tensor(rows, dtype=torch.int64, device=self.data.device)
+        first = first_slots(rows, layers * heads, capacity, self.data.device)
         src, dst = (
-            flat_slots(
-                slots.expand(-1, layers, heads, -1).reshape(len(rows), 1, layers * heads, -1),
-                index,
-                layers * heads,
-                capacity,
-            )[0]
+            flat_slots(slots.expand(-1, layers, heads, -1).reshape(len(rows), 1, layers * heads, -1), first)[0]
             for slots in (moves.src, moves.dst)
         )
         flat = self.data.view(-1)

@@ -60,7 +60,8 @@ class Settings:
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ValueError(f"seed must be a whole number, got {self.seed!r}")
         policy, budget = self.make_policy(), self.make_budget()
-        Protection.parse(self.protect_text)
+        if self.protection.pins and policy.slots_per_unit > 1:
+            raise ValueError(f"pins protect single tokens, unit={policy.slots_per_unit} evicts several: use unit=1")
         if budget is not None:
             policy.check(heads=0, budget=budget)  # the model's heads are checked when it is known
 

@@ -168,17 +168,23 @@ def run(
                 ids = random_ids(loaded, batch, before, seed)
                 for runner in runners.values():
                     runner.fill(ids)
-                filled = {arm: runner.rounds for arm, runner in runners.items()}
+                begun: dict[str, int] = {}
+
+                def count(turn: int, begun: dict[str, int] = begun, runners: dict[str, Runner] = runners) -> None:
+                    if turn == 1:  # turn 0 warms up
+                        begun.update((arm, runner.rounds) for arm, runner in runners.items())
+
                 times = alternate(
                     {arm: lambda r=runner: r.steps(buffer) for arm, runner in runners.items()},  # type: ignore[misc]
                     alternations,
                     where,
                     warm_up=1,
+                    before=count,
                     shuffled=True,
                 )
                 row: dict[str, Any] = {"kind": "steps", "length": length, **shared, "steps": buffer}
                 row |= {"alternations": alternations, **_compare(times, buffer * batch)}
-                row |= {f"{arm}_rounds": runner.rounds - filled[arm] for arm, runner in runners.items()}
+                row |= {f"{arm}_rounds": runner.rounds - begun[arm] for arm, runner in runners.items()}
                 rows.append(row)
                 for runner in runners.values():
                     runner.close()

@@ -81,6 +81,8 @@ class InPlace:
     def begin(self, number: int) -> None:
         """Make ready for round ``number`` of a full cache."""
         self.events: list[Round] = [replace(self.row.next_round(), number=number)] * self.shape.batch
+        #: Rounds that the engine draws and plans at once; :meth:`draw` and :meth:`plan` do as many.
+        self.ahead = self.rounds.ahead(self.events)
         store = self.rounds.store
         if store is not None:
             store.resize(self.row.cached)
@@ -90,12 +92,16 @@ class InPlace:
 
     def draw(self) -> None:
         """What the policy sees, and its draws or scores."""
-        self.view, self.order = self.rounds.look(self.which, self.events, self.streams, self.rounds.store)
+        coming = [replace(e, number=e.number + i) for i in range(self.ahead) for e in self.events]
+        which, streams = self.which * self.ahead, self.streams.repeat(self.ahead)
+        self.view, self.order = self.rounds.look(which, coming, streams, self.rounds.store)
         self.keys = self.rounds.policy.keys(self.view)
 
     def plan(self) -> None:
         """Victims and moves."""
-        self.moves = self.rounds.plan(self.which, self.events, self.view, self.order, self.keys, self.rounds.store)
+        which, events, store = self.which * self.ahead, self.events * self.ahead, self.rounds.store
+        moves = self.rounds.plan(which, events, self.view, self.order, self.keys, store)
+        self.moves = Moves(moves.src[: self.shape.batch], moves.dst[: self.shape.batch])
 
     def move(self) -> None:
         """The moves and the window, in every layer."""
@@ -129,7 +135,7 @@ class Compaction:
         """Slots that stay, ascending, from the same draws."""
         cache, event = self.cache, self.cache.events[0]
         unit = cache.rounds.policy.slots_per_unit
-        order = eviction_order(cache.keys, [event.candidates // unit] * cache.shape.batch)
+        order = eviction_order(cache.keys[: cache.shape.batch], [event.candidates // unit] * cache.shape.batch)
         victims = order.topk(event.victims // unit, dim=-1, largest=False, sorted=False).indices
         if cache.order is not None:
             victims = cache.order.gather(-1, victims)
@@ -190,6 +196,8 @@ def _time(settings: Settings, shape: Shape, device: torch.device, repeats: int) 
     compaction.choose()
     compaction.flatten()
     times = alternate(arms | gathers | {"floor": lambda: target.copy_(source)}, repeats, device, before=cache.begin)
+    for name in ("draw", "plan"):
+        times[name] = [spent / cache.ahead for spent in times[name]]
     ms = {name: median(values) for name, values in times.items()}
     fastest = min(gathers, key=lambda name: ms[name])
     whole = median([sum(parts) for parts in zip(times["draw"], times["plan"], times["move"], strict=True)])
@@ -202,6 +210,7 @@ def _time(settings: Settings, shape: Shape, device: torch.device, repeats: int) 
         "round_ms": whole,
         "choose_ms": ms["choose"],
         "compaction_ms": ms["draw"] + ms["choose"] + ms[fastest],
+        "planned_ahead": cache.ahead,
         "gather_variant": fastest,
         "gather_over_move": ms[fastest] / ms["move"],
         "gather_over_round": ms[fastest] / whole,
@@ -248,7 +257,8 @@ def run(
 
     Returns:
         Environment and ``rows``; times in ms, medians of the turns. ``round_ms`` is draw, plan and
-        move together. ``compaction_ms`` adds what a compaction needs before its gather: the same draw,
+        move together; where the engine draws and plans several rounds at once (``planned_ahead``), each
+        has its share. ``compaction_ms`` adds what a compaction needs before its gather: the same draw,
         and choosing and sorting what stays.
     """
     where, rows = place(device), []

@@ -15,11 +15,12 @@ from ..layout import Round, Row
 from ..settings import Settings
 from .hooks import Hooks
 from .layer import EvictingLayer
-from .model import Unsupported, examine
+from .model import Unsupported, examine, refuse_attention
 from .reader import Reader, Reading
 from .rounds import Rounds
+from .stats import allocated, describe
 from .step import Step
-from .steps import bound, prompt_step, trace_step, turn_step
+from .steps import prompt_step, trace_step, turn_step
 from .streams import Streams
 
 if TYPE_CHECKING:
@@ -128,14 +129,7 @@ class EvictCache(Cache):
 
     def nbytes(self) -> int:
         """Bytes allocated for entries, all layers, measured on the tensors."""
-        storages = {
-            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-            for layer in self.layers
-            if not isinstance(layer, EvictingLayer) and layer.is_initialized
-            for t in (layer.keys, layer.values)
-        }
-        native = sum(int(size) for size in storages.values())
-        return native + sum(layer.nbytes for layer in self.evicting)
+        return allocated(self.layers)
 
     def stats(self, positions: bool = False) -> dict[str, Any]:
         """What the cache did and what it costs.
@@ -149,34 +143,14 @@ class EvictCache(Cache):
             ``positions`` (position store), ``policy`` (state of the policy), ``now`` and ``peak``
             (their sum).
         """
-        entries = self.nbytes()
-        extra = self._rounds.positions_nbytes
-        self._peak = max(self._peak, entries + extra)
-        found: dict[str, Any] = {
-            "policy": self.policy.name,
-            "protect": self.settings.protect_text,
-            "seen": [row.seen for row in self.rows],
-            "prompt": [row.prompt_length for row in self.rows],
-            "protected": [row.protected for row in self.rows],
-            "budget": [None if row.budget is None else row.budget.total for row in self.rows],
-            "grown": [
-                row.budget is not None and self.budget is not None and row.budget.total > self.budget.total
-                for row in self.rows
-            ],
-            "rounds": [row.trace_rounds for row in self.rows],
-            "evicted": [row.evicted for row in self.rows],
-            "entries": [row.cached for row in self.rows],
-            "bytes": {
-                "entries": entries,
-                "positions": extra,
-                "policy": 0,
-                "now": entries + extra,
-                "peak": self._peak,
-            },
-        }
+        self._note_peak()
+        found = describe(self, self._rounds.positions_nbytes, self._peak)
         if positions:
             found["kept_positions"] = [self.kept_positions(row) for row in range(len(self.rows))]
         return found
+
+    def _note_peak(self) -> None:
+        self._peak = max(self._peak, self.nbytes() + self._rounds.positions_nbytes)
 
     # ---- what the hooks call --------------------------------------------------------------------
 
@@ -200,32 +174,53 @@ class EvictCache(Cache):
             mask: its 2D attention mask.
             positions: its position ids.
         """
-        batch, q, device = tokens.shape[0], tokens.shape[1], tokens.device
+        batch, q = tokens.shape[:2]
         if self._step is not None:
             raise RuntimeError("an earlier forward with this cache failed halfway: call reset() and start again")
-        if not self.rows:
-            self.rows = [
-                Row.new(self.budget, self.settings.protection, self.policy.slots_per_unit) for _ in range(batch)
-            ]
-            self._reader = Reader(batch, self.prompt_length)
-            self._rounds.begin(batch, device)
+        refuse_attention(self.info.attention[self.info.evicting[0]])
+        if self._columns == 0:  # also after a refused prompt, which leaves no trace
+            self._start(batch, tokens.device)
         if batch != len(self.rows):
             raise ValueError(f"the cache holds {len(self.rows)} rows and got a forward of {batch}: call reset() first")
         assert self._reader is not None
         self._reader.mode, self._reader.marked = self._mode, self._marked
         reading = self._reader.read(q, mask, positions)
+        if reading.turn:
+            self._refuse_repeats(positions)
         if ids is None and self._samples is None and self.policy.evicts:
             raise Unsupported(
                 "inputs_embeds hide the prompt's ids, which seed its draws: pass samples=[one number a row]"
             )
+        padded, self._padded = self._padded, self._padded or any(reading.pads)
+        try:
+            step = self._turn(q) if reading.turn else self._first(q, reading) if reading.prompt else self._trace(q)
+        except ValueError:
+            self._padded = padded
+            raise
         if reading.prompt and not self._reader.in_trace and ids is not None:
             self._streams.add(ids[:, : reading.prompt], [min(p, reading.prompt) for p in reading.pads])
-        self._padded = self._padded or any(reading.pads)
-        self._step = (
-            self._turn(q) if reading.turn else self._first_prompt(q, reading) if reading.prompt else self._trace(q)
-        )
-        self._reading = reading
-        self._marked = False
+        self._step, self._reading, self._marked = step, reading, False
+
+    def _start(self, batch: int, device: torch.device) -> None:
+        unit = self.policy.slots_per_unit
+        self.rows = [Row.new(self.budget, self.settings.protection, unit) for _ in range(batch)]
+        asked = self._reader is not None and self._reader.asked_length
+        self._reader = Reader(batch, self.prompt_length)
+        self._reader.asked_length = asked
+        self._streams = Streams(self._samples)
+        self._streams.check(batch)
+        self._rounds.begin(batch, device)
+
+    def _refuse_repeats(self, positions: Tensor | None) -> None:
+        """A new turn must bring new tokens: transformers 5.17 to 5.19 feed the old ones again in some cases."""
+        if positions is None or positions.dim() != 2:
+            return
+        first = positions[:, 0].tolist()
+        if any(f < row.seen for f, row in zip(first * len(self.rows), self.rows, strict=False)):
+            raise Unsupported(
+                f"a new turn begins at position {min(first)}, but the cache has seen {self.rows[0].seen} tokens: "
+                "this transformers feeds a later turn's earlier tokens again; call generate without prefill_chunk_size"
+            )
 
     def end(self) -> None:
         """A forward is through: its columns count as seen."""
@@ -235,10 +230,10 @@ class EvictCache(Cache):
         self._reader.done(q, self._reading)
         self._columns = self._reader.columns
         if self._peak == 0 or q > 1 or self._rounds.moved:
-            self._peak = max(self._peak, self.nbytes() + self._rounds.positions_nbytes)
+            self._note_peak()
             self._rounds.moved = False
 
-    def _first_prompt(self, q: int, reading: Reading) -> Step:
+    def _first(self, q: int, reading: Reading) -> Step:
         rows = [replace(row) for row in self.rows]
         trace = q - reading.prompt
         for row, pad in zip(rows, reading.pads, strict=True):
@@ -247,6 +242,7 @@ class EvictCache(Cache):
             if trace and space is not None and trace > space:
                 raise ValueError(_too_long(trace, space))
             row.add_trace(trace)
+        self._rounds.masks.check_budget(rows)
         before, self.rows = self.rows, rows
         return prompt_step(before, rows, reading.pads, q, self._padded, self._rounds.device)
 
@@ -257,8 +253,7 @@ class EvictCache(Cache):
         due = {i: row.next_round() for i, row in enumerate(self.rows) if row.needs_round()}
         if due:
             self._carry_out(due)
-            if len(due) == len(self.rows):
-                self._rounds.shrink(bound(self.rows))
+            self._rounds.shrink(self.rows)
         starts = [row.cached for row in self.rows]
         for row in self.rows:
             row.add_trace(q)

@@ -31,8 +31,7 @@ class Hooks:
             given = dict(kwargs)
             if args:
                 given |= signature.bind_partial(*args).arguments
-            passed = given["cache"] if given.get("cache") is not None else given.get("past_key_values")
-            if owner is not None and id(passed) == id(owner):
+            if owner is not None and id(_passed(given)) == id(owner):
                 return owner, given
             return None
 
@@ -48,7 +47,9 @@ class Hooks:
 
         def mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             owner = reference()
-            step = None if owner is None else owner.step
+            if owner is None or id(_passed(kwargs)) != id(owner):
+                return None  # another cache's forward, or none's
+            step = owner.step
             if step is None or (step.mask is None and not step.unmasked):
                 return None
             if "attention_mask" not in kwargs:
@@ -69,6 +70,11 @@ class Hooks:
     def remove(self) -> None:
         """Take the hooks off."""
         self._finalizer()
+
+
+def _passed(kwargs: dict[str, Any]) -> Any:
+    """The cache of a forward; transformers 5.24 renamed the argument."""
+    return kwargs["cache"] if kwargs.get("cache") is not None else kwargs.get("past_key_values")
 
 
 def _remove(handles: list[Any]) -> None:

@@ -110,7 +110,10 @@ class EvictingLayer(DynamicLayer):
 
     @staticmethod
     def _resized(old: Tensor | None, like: Tensor, slots: int) -> Tensor:
-        new = like.new_zeros((like.shape[0], like.shape[1], slots, like.shape[3]))
+        shape = (like.shape[0], like.shape[1], slots, like.shape[3])
+        # Zeros, since a masked slot is still multiplied. Never an inference tensor: the cache outlives the mode.
+        with torch.inference_mode(False):
+            new = torch.zeros(shape, dtype=like.dtype, device=like.device)
         if old is not None:
             common = min(slots, old.shape[2])
             new[:, :, :common] = old[:, :, :common]
@@ -119,8 +122,10 @@ class EvictingLayer(DynamicLayer):
     def select_rows(self, rows: Tensor) -> None:
         """Keep these batch rows, in this order."""
         if self.k is not None and self.v is not None:
-            self.k = self.k.index_select(0, rows.to(self.k.device))
-            self.v = self.v.index_select(0, rows.to(self.v.device))
+            with torch.inference_mode(False):
+                rows = rows.clone()
+                self.k = self.k.index_select(0, rows.to(self.k.device))
+                self.v = self.v.index_select(0, rows.to(self.v.device))
 
     @staticmethod
     def _store(step: Step, storage: Tensor, new: Tensor) -> Tensor:

@@ -92,10 +92,15 @@ def _refuse_cache_settings(model: PreTrainedModel) -> None:
             f"the model asks for a {chosen!r} cache, which cannot evict: "
             "set model.generation_config.cache_implementation = None"
         )
-    if "flex" in implementation(model) or "paged" in implementation(model):
+    refuse_attention(model)
+
+
+def refuse_attention(module: nn.Module) -> None:
+    """Refuse attention implementations whose masks kvkeep cannot give."""
+    name = implementation(module)
+    if "flex" in name or "paged" in name:
         raise Unsupported(
-            f"attention implementation {implementation(model)!r} is not supported: "
-            "call model.set_attn_implementation('sdpa')"
+            f"attention implementation {name!r} is not supported: call model.set_attn_implementation('sdpa')"
         )
 
 

@@ -82,7 +82,7 @@ class Reader:
         prompt, turn = self._prompt_columns(q)
         known = max(self._announced, self.prompt_length or 0)
         ends = prompt < q or (self.columns + q >= known and (self.marked or known > 0))
-        if ends and not self.in_trace and 0 in [r + q - p for r, p in zip(self._real, pads, strict=True)]:
+        if ends and not self.in_trace and 0 in [r + prompt - p for r, p in zip(self._real, pads, strict=True)]:
             raise ValueError("a row of the batch has an empty prompt: every row needs at least one token")
         if turn and any(pads):
             raise ValueError("padding inside a later turn is not supported: run rows with unequal turns one by one")
@@ -138,11 +138,13 @@ class Reader:
             self._announced = full
 
     def _pads(self, q: int, mask: Tensor | None) -> list[int]:
+        if mask is not None and mask.dim() != 2:
+            raise ValueError(f"kvkeep needs the 2D mask of padding, got an attention mask of shape {tuple(mask.shape)}")
         known = max(self._announced, self.prompt_length or 0, 1)
         if mask is None or (q == 1 and self.columns >= known and self.mode != "prompt"):
             # A decoding step is not looked at: reading the mask would wait for the device at every token.
             return [0] * self.rows
-        if mask.dim() != 2 or mask.shape[0] != self.rows or mask.shape[1] < self.columns + q:
+        if mask.shape[0] != self.rows or mask.shape[1] < self.columns + q:
             raise ValueError(
                 f"the attention mask has shape {tuple(mask.shape)}: kvkeep needs the 2D mask of all "
                 f"{self.columns + q} columns seen so far, [{self.rows}, {self.columns + q}]"

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ..layout import Round, Row
-from ..plan import Moves, Overrides, plan
+from ..plan import Moves, plan
 from ..policies import Policy
-from ..positions import PositionStore, flat_slots, move_entries, windows
+from ..positions import PositionStore, first_slots, flat_slots, move_entries, windows
 from ..settings import Settings
 from ..signals import POSITIONS, RoundView
 from .layer import EvictingLayer
+from .masks import Masks
 from .model import ModelInfo
+from .steps import bound
 from .streams import Streams
+
+_AHEAD = 8  # rounds planned at once, at most
+_AHEAD_BYTES = 2 << 20  # of their draws
+_Event = tuple[tuple[int, ...], tuple[Round, ...]]  # rows and what happens to them
 
 
 @dataclass(frozen=True)
@@ -42,8 +48,7 @@ class Rounds:
     def __init__(self, policy: Policy, settings: Settings, info: ModelInfo, layers: list[EvictingLayer]) -> None:
         self.policy, self.settings, self.info, self.layers = policy, settings, info, layers
         self.device = torch.device("cpu")
-        self._keep: Tensor | None = None
-        self._forget: Tensor | None = None
+        self.masks = Masks(len(layers), info.heads, settings.protection.pins, policy.slots_per_unit)
         self.begin_request()
 
     def begin_request(self) -> None:
@@ -51,29 +56,25 @@ class Rounds:
         self.moved = False
         self.store: PositionStore | None = None
         self._log: list[list[Logged]] = []
+        self._ahead: dict[_Event, Moves] = {}
 
     def begin(self, rows: int, device: torch.device) -> None:
         """Make ready for a batch of ``rows`` rows."""
         self.device = device
         self._log = [[] for _ in range(rows)]
+        self.masks.check_rows(rows)
         if self._tracks:
             self.store = PositionStore(rows, *self._shape, 1, device)
 
     @property
     def _tracks(self) -> bool:
         """Whether slots' positions must be known at every round."""
-        return (
-            POSITIONS in self.policy.signals
-            or bool(self.settings.protection.pins)
-            or self.settings.track_positions
-            or self._keep is not None
-            or self._forget is not None
-        )
+        return POSITIONS in self.policy.signals or self.settings.track_positions or bool(self.masks)
 
     @property
     def _shape(self) -> tuple[int, int]:
         """Layers and heads of the position store: 1 where kept sets are shared."""
-        scope = "head" if self._keep is not None or self._forget is not None else self.policy.scope
+        scope = "head" if self.masks.per_head else self.policy.scope
         return 1 if scope == "model" else len(self.layers), self.info.heads if scope == "head" else 1
 
     @property
@@ -85,25 +86,19 @@ class Rounds:
         """See :meth:`EvictCache.override`."""
         if any(self._log):
             raise ValueError("override() comes before the first round: call reset() first")
-        for mask in (keep, forget):
-            if mask is not None and (mask.dim() != 4 or mask.dtype != torch.bool):
-                raise ValueError(
-                    f"masks are bool [rows, layers, heads, positions], got {tuple(mask.shape)} {mask.dtype}"
-                )
-        self._keep, self._forget = keep, forget
+        self.masks.set(keep, forget)
+        self._ahead = {}
         if self._log and self._tracks:
             self.store = PositionStore(len(self._log), *self._shape, 1, self.device)
 
     def select(self, order: Sequence[int]) -> None:
         """Keep these rows, in this order."""
         self._log = [list(self._log[i]) for i in order]
+        self._ahead = {}
         if self.store is not None:
             self.store.data = self.store.data[list(order)].contiguous()
             self.store.filled = [self.store.filled[i] for i in order]
-        if any(m is not None and m.shape[0] > 1 for m in (self._keep, self._forget)):
-            self._keep, self._forget = (
-                m if m is None or m.shape[0] == 1 else m[list(order)] for m in (self._keep, self._forget)
-            )
+        self.masks.select(order)
 
     # ---- a round --------------------------------------------------------------------------------
 
@@ -126,17 +121,20 @@ class Rounds:
             self.store.resize(max(most, self.layers[0].capacity))
             for i in which:
                 self.store.fill(i, rows[i].cached, rows[i].seen)
-        view, order = self.look(which, what, streams.get(len(rows))[which], self.store)
-        moves = self.plan(which, what, view, order, self.policy.keys(view), self.store)
-        self.move(which, what, moves)
+        key = (tuple(which), tuple(what))
+        if key not in self._ahead:
+            self._ahead = self._plan_ahead(which, what, streams.get(len(rows))[which])
+        self.move(which, what, self._ahead.pop(key))
         for i, event in events.items():
             self._log[i].append(Logged(event, rows[i].seen))
         self.moved = True
 
-    def shrink(self, slots: int | None) -> None:
-        """Give back what a prompt longer than K + r took, once it has been cut down."""
-        if slots is None:
+    def shrink(self, rows: Sequence[Row]) -> None:
+        """Give back what prompts longer than K + r took, once they have been cut down."""
+        limit = bound(rows)
+        if limit is None:
             return
+        slots = max(limit, max(row.cached for row in rows))
         for layer in self.layers:
             if layer.capacity > slots:
                 layer.resize(slots)
@@ -149,6 +147,28 @@ class Rounds:
             if self.store is not None:
                 self.store.turn(i, row.turn_slot, n, row.seen)
             self._log[i].append(Logged(None, row.seen, row.turn_slot, n))
+
+    def ahead(self, events: list[Round]) -> int:
+        """Rounds to plan at once, this one included: several if nothing but their number tells them apart.
+
+        A draw is a pure function of numbers that are known long before, and a round of one request is
+        so little work that most of its time goes into starting operations.
+        """
+        repeats = self.settings.growth is None and all(not e.turn and e.victims == self.settings.buffer for e in events)
+        if self.policy.signals or self.masks or not repeats:
+            return 1
+        draws = 4 * len(events) * len(self.layers) * self.info.heads * max(e.candidates for e in events)
+        return max(1, min(_AHEAD, _AHEAD_BYTES // max(1, draws)))
+
+    def _plan_ahead(self, which: list[int], events: list[Round], streams: Tensor) -> dict[_Event, Moves]:
+        """Moves of this round and, where :meth:`ahead` says so, of the same rows' next rounds."""
+        count, rows = self.ahead(events), len(which)
+        coming = [[replace(e, number=e.number + i) for e in events] for i in range(count)]
+        every = [e for events in coming for e in events]
+        view, order = self.look(which * count, every, streams.repeat(count), self.store)
+        moves = self.plan(which * count, every, view, order, self.policy.keys(view), self.store)
+        parts = zip(moves.src.split(rows), moves.dst.split(rows), strict=True)
+        return {(tuple(which), tuple(e)): Moves(src, dst) for e, (src, dst) in zip(coming, parts, strict=True)}
 
     def look(
         self, which: list[int], events: list[Round], streams: Tensor, store: PositionStore | None
@@ -191,9 +211,9 @@ class Rounds:
     ) -> Moves:
         """Moves of a round, from the policy's ``keys`` for what :meth:`look` showed it."""
         positions = view.positions
-        if positions is None and store is not None:
+        if positions is None and store is not None and self.masks:
             positions = store.candidates(which, events)
-        overrides = self._overrides(which, positions)
+        overrides = self.masks.at(which, positions) if positions is not None and self.masks else None
         if overrides is not None:
             shapes = [keys.shape[:3]] + [m.shape[:3] for m in (overrides.keep, overrides.forget) if m is not None]
             keys = keys.expand(*torch.broadcast_shapes(*shapes), keys.shape[-1])
@@ -202,31 +222,22 @@ class Rounds:
 
     def move(self, which: list[int], events: list[Round], moves: Moves) -> None:
         """Carry out a plan in every layer: moves, and the window before a turn or after a round."""
-        turns = [(i, e) for i, e in zip(which, events, strict=True) if e.turn]
-        rounds = [(i, e) for i, e in zip(which, events, strict=True) if not e.turn]
         assert self.layers[0].k is not None
         batch, heads, capacity, _ = self.layers[0].k.shape
-        before, after = (windows([i for i, _ in x], [e for _, e in x], batch) for x in (turns, rounds))
-        rows = torch.tensor(which, device=moves.src.device)
-        sources = flat_slots(moves.src, rows, heads, capacity)  # [L or 1, R * H * m]
-        targets = flat_slots(moves.dst, rows, heads, capacity)
+        before, after = windows(which, events, batch, turns=True), windows(which, events, batch, turns=False)
+        first = first_slots(which, heads, capacity, moves.src.device)
+        sources, targets = (
+            flat_slots(x, first).unbind() for x in (moves.src, moves.dst)
+        )  # one a layer, or one for all
         for i, layer in enumerate(self.layers):
-            source, target = sources[min(i, len(sources) - 1)], targets[min(i, len(targets) - 1)]
+            source, target = sources[i % len(sources)], targets[i % len(targets)]
             for tensor in (layer.k, layer.v):
                 assert tensor is not None
-                move_entries(tensor, source.to(tensor.device), target.to(tensor.device), before, after)
+                if source.device != tensor.device:  # layers spread over several devices
+                    source, target = source.to(tensor.device), target.to(tensor.device)
+                move_entries(tensor, source, target, before, after)
         if self.store is not None:
             self.store.apply(which, events, moves)
-
-    def _overrides(self, which: list[int], positions: Tensor | None) -> Overrides | None:
-        pins = self.settings.protection.pins
-        if positions is None or not (pins or self._keep is not None or self._forget is not None):
-            return None
-        keep = _at(self._keep, which, positions)
-        for first, end in pins:
-            pinned = (positions >= first) & (positions < end)
-            keep = pinned if keep is None else keep | pinned
-        return Overrides(keep, _at(self._forget, which, positions))
 
     # ---- kept positions -------------------------------------------------------------------------
 
@@ -258,15 +269,3 @@ class Rounds:
             moves = self.plan([0], [event], view, order, self.policy.keys(view), store)
             store.apply([0], [event], moves)
         return store
-
-
-def _at(mask: Tensor | None, which: list[int], positions: Tensor) -> Tensor | None:
-    """``mask`` [B, L, H, T] read at ``positions`` [R, L, H, C]; False beyond T."""
-    if mask is None:
-        return None
-    mask = mask.to(positions.device)
-    mask = mask if mask.shape[0] == 1 else mask[which]
-    shape = torch.broadcast_shapes(mask.shape[:3], positions.shape[:3])
-    inside = positions < mask.shape[-1]
-    index = positions.clamp(0, mask.shape[-1] - 1).to(torch.int64).expand(*shape, -1)
-    return mask.expand(*shape, -1).gather(-1, index) & inside

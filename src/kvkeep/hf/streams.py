@@ -28,6 +28,11 @@ class Streams:
         """Note a chunk of the first prompt, ``ids`` [B, q] with ``pads`` padding columns on the left of each row."""
         self._chunks.append((ids.detach().clone(), pads))
 
+    def check(self, rows: int) -> None:
+        """Refuse sample numbers that are not one a row."""
+        if self._samples is not None and len(self._samples) != rows:
+            raise ValueError(f"samples has {len(self._samples)} numbers for a batch of {rows} rows: give one a row")
+
     def share(self) -> None:
         """Rows with equal prompts are beams of one request: they share a stream."""
         self._shared = self._shared or self._made is None
@@ -41,11 +46,7 @@ class Streams:
             self._made = self._made[list(order)]
 
     def get(self, rows: int) -> Tensor:
-        """int64 [B] on the CPU.
-
-        Raises:
-            ValueError: the sample numbers given are not one a row.
-        """
+        """int64 [B] on the CPU."""
         if self._made is None:
             prompts = [self._prompt(i) for i in range(rows)]
             self._made = torch.tensor(
@@ -58,8 +59,6 @@ class Streams:
 
     def _numbers(self, prompts: Sequence[tuple[int, ...]]) -> list[int]:
         if self._samples is not None:
-            if len(self._samples) != len(prompts):
-                raise ValueError(f"samples has {len(self._samples)} numbers for a batch of {len(prompts)} rows")
             return list(self._samples)
         seen: Counter[tuple[int, ...]] = Counter()
         numbers = []

@@ -18,7 +18,7 @@ class Recency(Policy):
 
     name: ClassVar[str] = "recency"
     rule: ClassVar[str] = "evict the oldest of the trace"
-    paper: ClassVar[str] = "sliding window; with the prompt kept, the recency control of arXiv 2609.03430"
+    paper: ClassVar[str] = "sliding window (a control in arXiv 2609.03430)"
     signals: ClassVar[frozenset[str]] = frozenset({POSITIONS})
     content_free: ClassVar[bool] = True
 

@@ -13,7 +13,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], 
     cells = [[str(cell) for cell in row] for row in rows]
     for i, name in enumerate(columns):
         numeric = i > 0 and all(row[i][:1].isdigit() or row[i] in ("", "-") for row in cells)
-        made.add_column(name, justify="right" if numeric else "left")
+        made.add_column(name, justify="right" if numeric else "left", overflow="fold")
     for row in cells:
         made.add_row(*row)
     return made
