@@ -226,9 +226,8 @@ class Rounds:
         batch, heads, capacity, _ = self.layers[0].k.shape
         before, after = windows(which, events, batch, turns=True), windows(which, events, batch, turns=False)
         first = first_slots(which, heads, capacity, moves.src.device)
-        sources, targets = (
-            flat_slots(x, first).unbind() for x in (moves.src, moves.dst)
-        )  # one a layer, or one for all
+        # One index a layer, or a single one for all.
+        sources, targets = (flat_slots(x, first).unbind() for x in (moves.src, moves.dst))
         for i, layer in enumerate(self.layers):
             source, target = sources[i % len(sources)], targets[i % len(targets)]
             for tensor in (layer.k, layer.v):
@@ -247,8 +246,9 @@ class Rounds:
         store, at = self.store, row
         if store is None:
             store, at = self._replay(row, state, streams), 0
-        store.resize(max(store.data.shape[-1], state.cached))
-        store.fill(at, state.cached, state.seen)
+        with torch.inference_mode():  # in which forwards may have made the store
+            store.resize(max(store.data.shape[-1], state.cached))
+            store.fill(at, state.cached, state.seen)
         kept = store.data[at, :, :, : state.cached].to("cpu")
         return kept.sort(dim=-1).values.expand(len(self.layers), self.info.heads, -1)
 
