@@ -40,6 +40,8 @@ def check_event(
                     assert set(held) <= set(before)
                     assert held[: row.protected] == before[: row.protected]
                     assert held[len(held) - window :] == before[row.cached + event.victims - window :][:window]
+                    behind = event.start + event.candidates
+                    assert set(before[behind : behind + event.newest]) <= set(held)
 
 
 def check_row(slots: Slots, i: int, turns: list[tuple[int, int]] | None = None) -> None:
@@ -52,6 +54,8 @@ def check_row(slots: Slots, i: int, turns: list[tuple[int, int]] | None = None) 
     for head in slots.kept(i).flatten(0, 1).tolist():
         assert len(set(head)) == len(head) == row.cached == row.budget.kept(row.trace_rounds - 1)
         assert head[: row.protected] == prefix
-        assert head[len(head) - row.budget.window :] == newest[len(newest) - row.budget.window :]
+        assert set(range(max(0, row.seen - row.budget.window), row.seen)) <= set(head)
+        ordered = max(0, row.budget.window - row.budget.every)  # what the next window will hold as well
+        assert head[len(head) - ordered :] == newest[len(newest) - ordered :]
         assert min(head) >= 0
         assert max(head) < row.seen

@@ -114,7 +114,7 @@ def replay(
     total = sum(f.columns for f in frames) - (columns - prompt)
     visible = torch.zeros(L, H, total, total, dtype=torch.bool)
     held: dict[tuple[int, int], set[int]] = {at: set() for at in heads}
-    prefix, seen, passed, rounds, told = set[int](), 0, 0, 0, prompt
+    prefix, seen, passed, rounds, told, since = set[int](), 0, 0, 0, prompt, prompt
     for frame in frames:
         q = frame.columns
         kind: Kind = "prompt" if passed < columns else "turn" if any(passed in t for t in turns) else "trace"
@@ -134,7 +134,15 @@ def replay(
             if rule.share:
                 K = rule.kept(max(rounds - 1, 0), told, len(prefix) + len(new))
                 keep = size if size + len(new) <= K + rule.r else size - min(len(new), size + len(new) - K)
-        evicted = _after(held, frame.kept[row], set(new), keep, rule, prefix, seen)
+        # A turn spares what came since the last round (and what the next window shares with this one).
+        window = min(rule.w, since) if kind == "turn" else rule.w
+        evicted = _after(held, frame.kept[row], set(new), keep, rule, window, prefix)
+        if kind == "trace":
+            since = (max(0, rule.w - rule.r) if keep >= 0 else since) + len(new)
+        elif kind == "turn" and rule.share and size > len(prefix):
+            since = window
+        elif kind == "turn" and not rule.share:
+            since += len(new)
         if evicted:
             _shared(evicted, rule, H)
         if kind == "turn" and rule.share:
@@ -156,8 +164,8 @@ def _after(
     new: set[int],
     keep: int,
     rule: Rule,
+    window: int,
     prefix: set[int],
-    seen: int,
 ) -> dict[tuple[int, int], set[int]]:
     """Invariant 3 for every head, then ``held`` becomes what the engine says it holds."""
     evicted = {}
@@ -172,7 +180,7 @@ def _after(
             assert survivors == before, "nothing is evicted outside a round"
         else:
             free = sorted(before - prefix)
-            newest = set(free[max(0, len(free) - rule.w) :])
+            newest = set(sorted(before)[max(0, len(before) - window) :])  # of all tokens, a new turn's included
             assert len(survivors) == keep, "exactly K remain"
             assert prefix <= survivors, "the protected prefix is complete"
             assert newest <= survivors, "the newest w remain"

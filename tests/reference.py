@@ -58,8 +58,9 @@ def naive_victims(keys: Sequence[float], count: int, ranks: Sequence[int] | None
 def naive_event(slots: list[int], event: Round, victims: Sequence[int]) -> list[int]:
     """One head's slots after a round or the room made for a turn: i-th survivor to i-th victim."""
     before, after = list(slots), list(slots)
-    holes = [*victims, *range(event.candidates, event.candidates + event.fresh)]
-    total = event.candidates + event.fresh
+    behind = event.candidates + event.newest
+    total = behind + event.fresh
+    holes = [*victims, *range(behind, total)]
     freed = range(event.freed) if event.turn else range(total - event.freed, total)
     for i in range(event.window):
         after[event.window_to + i] = before[event.window_from + i]
@@ -298,5 +299,5 @@ def victims_of(keys: Tensor, count: int) -> np.ndarray:
 
 def real_moves(moves: Moves, row: int, layer: int = 0, head: int = 0) -> dict[int, int]:
     """dst -> src of the moves of a head that move something."""
-    src, dst = (x[row, layer, head].tolist() for x in (moves.src, moves.dst))
+    src, dst = (x[row, layer, head].tolist() for x in (moves.src.expand_as(moves.dst), moves.dst))
     return {d: s for s, d in zip(src, dst, strict=True) if s != d}

@@ -180,7 +180,7 @@ def test_too_many_kept_entries_still_leave_exactly_k() -> None:
             for head in slots.kept(i)[0].tolist():
                 assert len(set(head)) == kept
                 assert head[:prefix] == list(range(prefix))
-                assert head[-4:] == list(range(slots.rows[i].seen - 4, slots.rows[i].seen))
+                assert set(range(slots.rows[i].seen - 4, slots.rows[i].seen)) <= set(head)
     assert widths == [[14, 22]] * 5
 
 

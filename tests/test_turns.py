@@ -39,7 +39,7 @@ def test_turns_keep_their_promises(conversation: tuple[Slots, list[tuple[int, in
     row, turns = slots.rows[0], list[tuple[int, int]]()
     for tokens, n in steps:
         slots.trace(tokens)
-        before, evicted, held = row.cached, row.evicted, slots.kept().clone()
+        before, evicted, held, ordered = row.cached, row.evicted, slots.kept().clone(), row.ordered
         turns.append((row.seen, n))
         P = row.protected
         slots.turn({0: n})
@@ -48,7 +48,7 @@ def test_turns_keep_their_promises(conversation: tuple[Slots, list[tuple[int, in
         most = row.budget.kept(max(row.trace_rounds - 1, 0)) + row.budget.every
         assert lost == (0 if before + n <= most else min(n, before + n - (most - row.budget.every)))
         assert row.cached == before + n - lost <= most
-        window = min(row.budget.window, before - P)
+        window = min(row.budget.window, ordered, before - P)
         for old, new in zip(held.flatten(0, 1).tolist(), slots.kept().flatten(0, 1).tolist(), strict=True):
             assert len(set(new)) == len(new) == row.cached
             assert new[:P] == old[:P]

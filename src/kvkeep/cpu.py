@@ -106,24 +106,3 @@ def lowest_draws(draws: Tensor, count: int) -> Tensor | None:
     table.partition(count - 1, axis=-1)
     lowest = hits[drawn <= table[:, count - 1].repeat(found)].reshape(-1, count) - starts[:-1, None]
     return torch.from_numpy(lowest).view(*draws.shape[:-1], count)
-
-
-def pair(victims: Tensor, first_freed: int) -> Tensor:
-    """Ranks that move to the victims' places, the i-th survivor of the freed ranks to the i-th victim.
-
-    Args:
-        victims: int64 [..., v], ascending.
-        first_freed: the ranks from here on are freed, v of them.
-
-    Returns:
-        int64 [..., v]; a victim among the freed ranks stays where it is.
-    """
-    holes = victims.numpy().reshape(-1, victims.shape[-1])
-    heads, count = holes.shape
-    filled = holes < first_freed
-    alive = np.ones(heads * count, dtype=bool)
-    alive[(holes + (np.arange(heads)[:, None] * count - first_freed))[~filled]] = False
-    source = holes.copy()
-    # A head has as many survivors as places for them, so the lists of all heads match one by one.
-    source[filled] = np.flatnonzero(alive) % count + first_freed
-    return torch.from_numpy(source).view(victims.shape)

@@ -3,15 +3,20 @@
 Between rounds a row holds its entries in slots ``[0, cached)``::
 
     [0, protected)            the protected prefix, never written again
-    [protected, cached - w)   the pool, then the older part of the tail: the candidates
+    [protected, cached - w)   the candidates
     [cached - w, cached)      the window: the newest w entries, in the order they came
 
-Candidates are numbered by *rank*: rank c is slot ``start + c``. (A paged engine whose two windows
-trade places maps ranks to other slots; the ranks themselves are the same in both engines.)
+Slots behind the prefix are numbered by *rank*: rank c is slot ``start + c``. The first C ranks are
+the candidates, behind them come the newest.
 
-A round draws victims among the candidates, moves survivors out of the slots to be freed into the
-victims' slots, and moves the window down as one copy. A new turn frees the slots right behind the
-protected prefix instead, where the new prompt tokens go, and moves the window up.
+A round frees the last slots, K and beyond. It draws victims among the candidates, and what survives
+in the slots to be freed moves into the victims' slots. With w = r these are the newest r entries:
+the i-th newest overwrites the i-th victim, r moves a head and nothing else. They need no window of
+their own afterwards, since the next round's newest are tokens that are still to come. (With w > r
+the newest w - r stay in order: they move down as one copy.)
+
+A new turn frees the slots right behind the protected prefix instead, where the new prompt tokens
+go, and moves the entries since the last round up, in order.
 """
 
 from __future__ import annotations
@@ -94,11 +99,12 @@ class Round:
     Attributes:
         number: counts a request's rounds and turns from 0; enters the draws.
         start: slot of rank 0.
-        candidates: C, number of ranks.
+        candidates: C, ranks that can be evicted.
         victims: entries evicted from each head, all among the candidates.
+        window: newest entries that move as one copy, in order.
+        newest: ranks between the candidates and the window: they stay, but may have to move.
         fresh: empty slots behind the candidates that the window's way up opens (turns only);
             they have ranks C, C + 1, ... and are filled like victims' slots.
-        window: w entries that move as one copy, from slot ``start + candidates``.
         turn: False frees the last ``victims`` candidate slots, True the first ``victims + fresh``.
     """
 
@@ -107,6 +113,7 @@ class Round:
     candidates: int
     victims: int
     window: int
+    newest: int = 0
     fresh: int = 0
     turn: bool = False
 
@@ -117,7 +124,7 @@ class Round:
 
     @property
     def window_from(self) -> int:
-        return self.start + self.candidates
+        return self.start + self.candidates + self.newest
 
     @property
     def window_to(self) -> int:
@@ -142,6 +149,7 @@ class Row:
     protected: int = 0
     first_protected: int = 0  # protected prefix of the first turn: there, slots are positions
     cached: int = 0
+    ordered: int = 0  # newest entries that lie last, in the order they came
     seen: int = 0
     rounds: int = 0  # rounds and turns so far
     trace_rounds: int = 0
@@ -179,8 +187,12 @@ class Row:
             self.budget = budget
         self.prompt_length = length
         self.protected = self.first_protected = prefix
+        self._append(n)
+
+    def _append(self, n: int) -> None:
         self.cached += n
         self.seen += n
+        self.ordered += n
 
     # ---- the trace --------------------------------------------------------------------------
 
@@ -208,12 +220,13 @@ class Row:
         start = round_up(self.protected, self.unit)
         candidates = self.cached - self.budget.window - start
         victims = self.cached - self.budget.kept(self.trace_rounds)
-        return Round(self.rounds, start, candidates, victims, self.budget.window)
+        # Of the newest, those that the next round's window will hold as well must stay in order.
+        window = max(0, self.budget.window - self.budget.every)
+        return Round(self.rounds, start, candidates, victims, window, newest=self.budget.window - window)
 
     def add_trace(self, n: int) -> None:
         """Account for ``n`` trace tokens, which fill the slots from ``cached`` on."""
-        self.cached += n
-        self.seen += n
+        self._append(n)
 
     # ---- later turns ------------------------------------------------------------------------
 
@@ -231,7 +244,8 @@ class Row:
 
         Protected turns become slots [P, P + n). Nothing is evicted while everything fits into
         K + r. Otherwise n entries make way (fewer if the cache was not yet at K), so that the
-        row's place between two rounds stays what it was. Unprotected turns are appended.
+        row's place between two rounds stays what it was. The entries since the last round stay,
+        but not the whole window: older ones no longer lie in order. Unprotected turns are appended.
 
         Returns:
             None if nothing has to move.
@@ -250,7 +264,7 @@ class Row:
         if self.protection.share < 1:
             raise ValueError("a second turn needs protect='prompt' or protect='none': a share of a turn is not defined")
         budget = self.asked.for_prompt(self.prompt_length + n, self._held(self.protected + n))
-        window = min(budget.window, self.cached - self.protected)
+        window = min(budget.window, self.ordered, self.cached - self.protected)
         candidates = self.cached - self.protected - window
         kept, victims = budget.kept(max(self.trace_rounds - 1, 0)), 0
         if self.cached + n > kept + budget.every:
@@ -270,15 +284,19 @@ class Row:
         self.rounds += 1
         self.cached -= event.victims
         self.evicted += event.victims
+        self.ordered = event.window
         if not event.turn:
             self.trace_rounds += 1
 
     def add_turn(self, n: int) -> None:
         """Account for the ``n`` prompt tokens of a new turn, now in the slots from :attr:`turn_slot` on."""
         self.prompt_length += n
+        appended = self.turn_slot == self.cached
         if self._turns_are_protected:
             self.protected += n
         if self.asked is not None:
             self.budget = self.asked.for_prompt(self.prompt_length, self._held(self.protected))
         self.cached += n
         self.seen += n
+        if appended:
+            self.ordered += n

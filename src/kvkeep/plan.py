@@ -1,6 +1,6 @@
 """From scores or draws to moves: one plan for all rows, layers and heads of a round.
 
-The r lowest keys of a head are its victims. Survivors in the slots to be freed move into the
+The r lowest keys of a head are its victims. What survives in the slots to be freed moves into the
 victims' slots, the i-th survivor to the i-th victim, both in rank order: at most r moves a head,
 where compaction would copy K. Everything is a fixed number of tensor operations without
 ``nonzero`` or ``item``; rows that need fewer moves are padded with moves of a slot onto itself.
@@ -10,16 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .cpu import lowest_draws as _lowest_draws
-from .cpu import pair
+from . import cpu
 from .layout import Round
 
 _RANK_BITS = 24  # candidates of one head and round that can be told apart: 16.7 million
 _CLASS = 1 << 58
+_NOWHERE = 1 << 40  # a rank behind all real ones
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,13 @@ class Moves:
     """Slots to copy, ``src`` to ``dst``; read all sources before writing.
 
     Shapes are int64 [R, L, H, m]; L or H is 1 where layers or heads share their draw.
-    A move whose ``src`` equals its ``dst`` is padding.
+    A move whose ``src`` equals its ``dst`` is padding. ``run`` is set if the sources of every row
+    and head are the m slots from there on, as they are where the newest overwrite the victims.
     """
 
     src: Tensor
     dst: Tensor
+    run: int | None = None
 
     @property
     def empty(self) -> bool:
@@ -51,7 +54,7 @@ class Overrides:
 
 
 def sortable(keys: Tensor) -> Tensor:
-    """int64 keys with the order of ``keys`` (int32 or float32; NaN is refused by its engine check)."""
+    """int64 keys with the order of ``keys`` (int32 or float32; NaN counts as the highest)."""
     if keys.dtype == torch.int32:
         return keys.to(torch.int64)
     if keys.dtype != torch.float32:
@@ -116,45 +119,74 @@ def plan(
     Returns:
         Moves between slots.
     """
-    sizes = [(e.candidates // unit, e.victims // unit, e.fresh // unit) for e in events]
-    order = eviction_order(keys, [c for c, _, _ in sizes], overrides)
-    most = max(v for _, v, _ in sizes)
-    uneven = any(v != most for _, v, _ in sizes)
-    alike = not any(e.turn for e in events) and len({e.start for e in events}) == len(set(sizes)) == 1
-    if order is keys and alike and ranks is None and unit == 1 and keys.device.type == "cpu":
-        lowest = _lowest_draws(keys, most)
-        if lowest is not None:
-            first = events[0].start
-            return Moves(pair(lowest, sizes[0][0] - most) + first, lowest + first)
-    victims = order.topk(most, dim=-1, largest=False, sorted=uneven).indices
+    sizes = [_Sizes(*(n // unit for n in (e.candidates, e.victims, e.newest, e.fresh))) for e in events]
+    victims = _victims(keys, sizes, overrides)
     if ranks is not None:
-        victims = ranks.gather(-1, victims)
-    if uneven:  # a row takes its own number of victims; the rest sort behind everything
-        beyond = torch.arange(most, device=keys.device) >= _column([v for _, v, _ in sizes], keys.device)
-        victims = victims.masked_fill(beyond, 1 << 40)
-    src, dst = _pair(victims, events, sizes)
+        there = victims < _NOWHERE
+        victims = ranks.gather(-1, victims.clamp_max(ranks.shape[-1] - 1)).where(there, _NOWHERE).sort(dim=-1).values
+    run = None
+    if all(s.victims == s.newest == sizes[0].victims and not e.turn for s, e in zip(sizes, events, strict=True)):
+        # What a round frees are the slots of the newest: the i-th newest overwrites the i-th victim.
+        first = torch.tensor([s.candidates for s in sizes], device=keys.device).view(-1, 1, 1, 1)
+        src, dst = first + torch.arange(sizes[0].victims, device=keys.device), victims
+        firsts = {e.start + e.candidates for e in events}
+        run = firsts.pop() if len(firsts) == 1 else None
+    else:
+        src, dst = _pair(victims, [e.turn for e in events], sizes)
     if unit > 1:
         inside = torch.arange(unit, device=keys.device)
         src = (src.unsqueeze(-1) * unit + inside).flatten(-2)
         dst = (dst.unsqueeze(-1) * unit + inside).flatten(-2)
     start = _column([e.start for e in events], keys.device)
-    return Moves(src + start, dst + start)
+    return Moves(src + start, dst + start, run)
 
 
-def _pair(victims: Tensor, events: Sequence[Round], sizes: Sequence[tuple[int, int, int]]) -> tuple[Tensor, Tensor]:
-    """Source and destination ranks for unsorted victim ranks [R, L, H, v]."""
+class _Sizes(NamedTuple):
+    """A round in units."""
+
+    candidates: int
+    victims: int
+    newest: int
+    fresh: int
+
+    @property
+    def freed(self) -> int:
+        return self.victims + self.fresh
+
+    @property
+    def total(self) -> int:
+        return self.candidates + self.newest + self.fresh
+
+
+def _victims(keys: Tensor, sizes: Sequence[_Sizes], overrides: Overrides | None) -> Tensor:
+    """Columns of ``keys`` with the lowest values, ascending, int64 [R, L, H, v]; ``_NOWHERE`` pads short rows."""
+    order = eviction_order(keys, [s.candidates for s in sizes], overrides)
+    most = max(s.victims for s in sizes)
+    uneven = any(s.victims != most for s in sizes)
+    if order is keys and not uneven and keys.device.type == "cpu":
+        lowest = cpu.lowest_draws(keys, most)
+        if lowest is not None:
+            return lowest
+    victims = order.topk(most, dim=-1, largest=False, sorted=uneven).indices
+    if uneven:  # a row takes its own number of victims
+        beyond = torch.arange(most, device=keys.device) >= _column([s.victims for s in sizes], keys.device)
+        victims = victims.masked_fill(beyond, _NOWHERE)
+    return victims.sort(dim=-1).values
+
+
+def _pair(victims: Tensor, turns: Sequence[bool], sizes: Sequence[_Sizes]) -> tuple[Tensor, Tensor]:
+    """Source and destination ranks of any round or turn, from its victims' ranks [R, L, H, v]."""
     device = victims.device
-    total = _column([c + f for c, _, f in sizes], device)  # ranks, fresh slots included
-    count = _column([v + f for _, v, f in sizes], device)  # slots to free
-    last = _column([max(c + f - 1, 0) for c, _, f in sizes], device)
+    total = _column([s.total for s in sizes], device)
+    count = _column([s.freed for s in sizes], device)
+    last = _column([max(s.total - 1, 0) for s in sizes], device)
     turned = None
-    if any(e.turn for e in events):
-        turned = torch.tensor([e.turn for e in events], device=device).view(-1, 1, 1, 1)
     holes = victims
-    if turned is not None:
+    if any(turns):
+        turned = torch.tensor(turns, device=device).view(-1, 1, 1, 1)
         holes = _with_fresh_slots(victims, sizes)
         # A turn frees the first ranks: seen from the other end, it frees the last, as a round does.
-        holes = torch.where(turned & (holes < 1 << 40), total - 1 - holes, holes)
+        holes = torch.where(turned & (holes < _NOWHERE), total - 1 - holes, holes)
     holes = holes.sort(dim=-1).values
     width = holes.shape[-1]
     column = torch.arange(width, device=device)
@@ -164,7 +196,7 @@ def _pair(victims: Tensor, events: Sequence[Round], sizes: Sequence[tuple[int, i
     dead = torch.zeros((*holes.shape[:-1], width + 1), dtype=torch.int64, device=device)
     dead.scatter_(-1, torch.where(inside, holes - first_freed, width), 1)
     dead = dead[..., :width]
-    padded = any(v + f != width for _, v, f in sizes)
+    padded = any(s.freed != width for s in sizes)
     if padded:
         dead = dead.masked_fill(column >= count, 1)
     # Stable partition without a sort: survivors first, both groups in rank order. Behind the
@@ -180,11 +212,11 @@ def _pair(victims: Tensor, events: Sequence[Round], sizes: Sequence[tuple[int, i
     return source, holes
 
 
-def _with_fresh_slots(victims: Tensor, sizes: Sequence[tuple[int, int, int]]) -> Tensor:
+def _with_fresh_slots(victims: Tensor, sizes: Sequence[_Sizes]) -> Tensor:
     """Append the empty slots behind the candidates, which are filled like victims' slots."""
-    most = max(f for _, _, f in sizes)
+    most = max(s.fresh for s in sizes)
     offset = torch.arange(most, device=victims.device)
-    candidates = _column([c for c, _, _ in sizes], victims.device)
-    fresh = _column([f for _, _, f in sizes], victims.device)
-    slots = torch.where(offset < fresh, candidates + offset, 1 << 40)
+    first = _column([s.total - s.fresh for s in sizes], victims.device)
+    fresh = _column([s.fresh for s in sizes], victims.device)
+    slots = torch.where(offset < fresh, first + offset, _NOWHERE)
     return torch.cat([victims, slots.expand(*victims.shape[:-1], most)], dim=-1)

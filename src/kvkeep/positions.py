@@ -84,7 +84,7 @@ def copy_windows(tensor: Tensor, moving: Sequence[tuple[int | slice, Round]]) ->
 
 def move_entries(
     tensor: Tensor,
-    source: Tensor,
+    source: Tensor | slice,
     target: Tensor,
     before: Sequence[tuple[int | slice, Round]],
     after: Sequence[tuple[int | slice, Round]],
@@ -93,7 +93,8 @@ def move_entries(
 
     Args:
         tensor: [B, H, S, D], contiguous.
-        source: int64 [m], from :func:`flat_slots`; all are read before anything is written.
+        source: int64 [m], from :func:`flat_slots`, or the same slots of every row and head; all are
+            read before anything is written.
         target: int64 [m]. Where it repeats, its sources must be the same.
         before: windows that move first, from :func:`windows`.
         after: windows that move last.
@@ -107,7 +108,8 @@ def move_entries(
             slots[row, :, e.window_to : e.window_to + e.window] = slots[
                 row, :, e.window_from : e.window_from + e.window
             ]
-        entries[target.numpy()] = entries.take(source.numpy())
+        moved = slots[:, :, source].reshape(-1) if isinstance(source, slice) else entries.take(source.numpy())
+        entries[target.numpy()] = moved
         for row, e in after:
             slots[row, :, e.window_to : e.window_to + e.window] = slots[
                 row, :, e.window_from : e.window_from + e.window
@@ -117,7 +119,11 @@ def move_entries(
     flat = tensor.view(-1, tensor.shape[-1])
     if entry_bytes % 8 == 0:  # fewer and wider elements
         flat = flat.view(torch.int64)
-    flat.index_copy_(0, target, flat.index_select(0, source))
+    if isinstance(source, slice):
+        moving = tensor[:, :, source].reshape(-1, tensor.shape[-1])
+        flat.index_copy_(0, target, moving.view(torch.int64) if entry_bytes % 8 == 0 else moving)
+    else:
+        flat.index_copy_(0, target, flat.index_select(0, source))
     copy_windows(tensor, after)
 
 

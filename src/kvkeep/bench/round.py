@@ -101,7 +101,7 @@ class InPlace:
         """Victims and moves."""
         which, events, store = self.which * self.ahead, self.events * self.ahead, self.rounds.store
         moves = self.rounds.plan(which, events, self.view, self.order, self.keys, store)
-        self.moves = Moves(moves.src[: self.shape.batch], moves.dst[: self.shape.batch])
+        self.moves = Moves(moves.src[: self.shape.batch], moves.dst[: self.shape.batch], moves.run)
 
     def move(self) -> None:
         """The moves and the window, in every layer."""

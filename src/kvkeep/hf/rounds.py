@@ -22,7 +22,7 @@ from .streams import Streams
 
 _AHEAD = 8  # rounds planned at once, at most
 _AHEAD_BYTES = 2 << 20  # of their draws
-_Event = tuple[tuple[int, ...], tuple[Round, ...]]  # rows and what happens to them
+_Events = tuple[tuple[int, ...], tuple[Round, ...]]  # rows and what happens to them
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Rounds:
         self.moved = False
         self.store: PositionStore | None = None
         self._log: list[list[Logged]] = []
-        self._ahead: dict[_Event, Moves] = {}
+        self._ahead: dict[_Events, Moves] = {}
 
     def begin(self, rows: int, device: torch.device) -> None:
         """Make ready for a batch of ``rows`` rows."""
@@ -76,6 +76,12 @@ class Rounds:
         """Layers and heads of the position store: 1 where kept sets are shared."""
         scope = "head" if self.masks.per_head else self.policy.scope
         return 1 if scope == "model" else len(self.layers), self.info.heads if scope == "head" else 1
+
+    @property
+    def plans_nbytes(self) -> int:
+        """Bytes of the moves planned ahead."""
+        plans = [t.untyped_storage() for m in self._ahead.values() for t in (m.src, m.dst)]
+        return sum({s.data_ptr(): s.nbytes() for s in plans}.values())  # plans of several rounds share memory
 
     @property
     def positions_nbytes(self) -> int:
@@ -121,10 +127,9 @@ class Rounds:
             self.store.resize(max(most, self.layers[0].capacity))
             for i in which:
                 self.store.fill(i, rows[i].cached, rows[i].seen)
-        key = (tuple(which), tuple(what))
-        if key not in self._ahead:
+        if (tuple(which), tuple(what)) not in self._ahead:
             self._ahead = self._plan_ahead(which, what, streams.get(len(rows))[which])
-        self.move(which, what, self._ahead.pop(key))
+        self.move(which, what, self._ahead.pop((tuple(which), tuple(what))))
         for i, event in events.items():
             self._log[i].append(Logged(event, rows[i].seen))
         self.moved = True
@@ -151,24 +156,26 @@ class Rounds:
     def ahead(self, events: list[Round]) -> int:
         """Rounds to plan at once, this one included: several if nothing but their number tells them apart.
 
-        A draw is a pure function of numbers that are known long before, and a round of one request is
-        so little work that most of its time goes into starting operations.
+        Draws are known long before they are needed, and a round of one request is so little work
+        that most of its time goes into starting operations.
         """
-        repeats = self.settings.growth is None and all(not e.turn and e.victims == self.settings.buffer for e in events)
-        if self.policy.signals or self.masks or not repeats:
+        alike = self.settings.growth is None and all(not e.turn and e.victims == self.settings.buffer for e in events)
+        if self.policy.signals or self.masks or not alike:
             return 1
         draws = 4 * len(events) * len(self.layers) * self.info.heads * max(e.candidates for e in events)
         return max(1, min(_AHEAD, _AHEAD_BYTES // max(1, draws)))
 
-    def _plan_ahead(self, which: list[int], events: list[Round], streams: Tensor) -> dict[_Event, Moves]:
-        """Moves of this round and, where :meth:`ahead` says so, of the same rows' next rounds."""
-        count, rows = self.ahead(events), len(which)
+    def _plan_ahead(self, which: list[int], events: list[Round], streams: Tensor) -> dict[_Events, Moves]:
+        """Moves of this round and, as :meth:`ahead` says, of the same rows' next rounds."""
+        count = self.ahead(events)
         coming = [[replace(e, number=e.number + i) for e in events] for i in range(count)]
         every = [e for events in coming for e in events]
         view, order = self.look(which * count, every, streams.repeat(count), self.store)
         moves = self.plan(which * count, every, view, order, self.policy.keys(view), self.store)
-        parts = zip(moves.src.split(rows), moves.dst.split(rows), strict=True)
-        return {(tuple(which), tuple(e)): Moves(src, dst) for e, (src, dst) in zip(coming, parts, strict=True)}
+        parts = zip(moves.src.split(len(which)), moves.dst.split(len(which)), strict=True)
+        return {
+            (tuple(which), tuple(e)): Moves(src, dst, moves.run) for e, (src, dst) in zip(coming, parts, strict=True)
+        }
 
     def look(
         self, which: list[int], events: list[Round], streams: Tensor, store: PositionStore | None
@@ -227,13 +234,17 @@ class Rounds:
         before, after = windows(which, events, batch, turns=True), windows(which, events, batch, turns=False)
         first = first_slots(which, heads, capacity, moves.src.device)
         # One index a layer, or a single one for all.
-        sources, targets = (flat_slots(x, first).unbind() for x in (moves.src, moves.dst))
+        targets = flat_slots(moves.dst, first).unbind()
+        sources: Sequence[Tensor | slice] = [slice(moves.run, (moves.run or 0) + moves.dst.shape[-1])]
+        if moves.run is None or len(which) < batch:
+            sources = flat_slots(moves.src, first).unbind()
         for i, layer in enumerate(self.layers):
             source, target = sources[i % len(sources)], targets[i % len(targets)]
             for tensor in (layer.k, layer.v):
                 assert tensor is not None
-                if source.device != tensor.device:  # layers spread over several devices
-                    source, target = source.to(tensor.device), target.to(tensor.device)
+                if target.device != tensor.device:  # layers spread over several devices
+                    source = source if isinstance(source, slice) else source.to(tensor.device)
+                    target = target.to(tensor.device)
                 move_entries(tensor, source, target, before, after)
         if self.store is not None:
             self.store.apply(which, events, moves)
