@@ -177,7 +177,8 @@ def test_memory_adds_up() -> None:
         fixed = row["peak_bytes"] - row["row_bytes"]
         assert fixed + largest * row["row_bytes"] <= 2**20 < fixed + (largest + 1) * row["row_bytes"]
     entry = 2 * 8 * 4  # key and value of a head: 8 numbers of 4 bytes each
-    assert rows["random"]["last_bytes"] == 2 * 4 * (96 + 16) * entry
+    assert rows["random"]["entries_bytes"] == 2 * 4 * (96 + 16) * entry
+    assert rows["random"]["last_bytes"] == rows["random"]["entries_bytes"] + rows["random"]["policy_bytes"]
     assert rows["full"]["peak_bytes"] >= 2 * 4 * (16 + 192) * entry
     assert rows["random"]["positions_bytes"] == 0 < rows["streaming"]["positions_bytes"]
     assert rows["full"]["rounds"] == 0 < rows["random"]["rounds"]

@@ -71,7 +71,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "share": ({"protect": "prompt:1.5"}, "between 0 and 1"),
     "pin": ({"protect": "pin:7-3"}, "is not understood"),
     "scope": ({"scope": "all"}, "scope must be one of total, trace, grow"),
-    "growth": ({"growth": 0.5}, "growth must be at least 1"),
+    "growth": ({"growth": 0.5}, "growth must be a number of at least 1"),
     "seed": ({"seed": 1.5}, "seed must be a whole number"),
     "samples": ({"samples": [1, 2]}, "samples has 2 numbers for a batch of 1"),
     "prompt length": ({"prompt_length": 0}, "prompt_length must be at least 1"),

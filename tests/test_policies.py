@@ -197,7 +197,7 @@ def test_settings_of_a_policy_object_keep_its_options() -> None:
         ({"budget": 64}, "budget 64 is not larger than the buffer 64"),
         ({"budget": 0, "buffer": 4}, "total must be a whole number of at least 1"),
         ({"budget": 16, "buffer": 4, "window": 17}, "smaller than the window 17"),
-        ({"budget": 16, "buffer": 4, "growth": 0.2}, "growth must be at least 1"),
+        ({"budget": 16, "buffer": 4, "growth": 0.2}, "growth must be a number of at least 1"),
         ({"budget": 16, "buffer": 4, "scope": "prompt"}, "scope"),
         ({"budget": 16, "buffer": 4, "protect": "promt"}, "'promt' is not understood"),
         ({"budget": 16, "buffer": 4, "policy": "ramdom"}, "did you mean random"),
@@ -206,7 +206,7 @@ def test_settings_of_a_policy_object_keep_its_options() -> None:
         ({"budget": 18, "buffer": 4, "options": {"unit": 4}}, "unit=4 does not divide the budget of 18"),
         ({"budget": 16, "buffer": 4, "window": 3, "options": {"unit": 2}}, "unit=2 does not divide the window of 3"),
         ({"budget": 16, "buffer": 4, "growth": 2.0, "options": {"unit": 2}}, "unit=2 needs a constant budget"),
-        ({"budget": 16, "buffer": 4, "seed": 1.5}, "seed must be a whole number, got 1.5"),
+        ({"budget": 16, "buffer": 4, "seed": 1.5}, "seed must be a whole number of 64 bits, got 1.5"),
         ({"budget": 16, "buffer": 4, "bufer": 4}, "no field 'bufer': did you mean buffer"),
     ],
 )

@@ -7,7 +7,7 @@ Pure arithmetic on Python integers: both engines resolve a request's budget with
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import floor
+from math import floor, inf
 from typing import Literal, get_args
 
 Scope = Literal["total", "trace", "grow"]
@@ -67,8 +67,10 @@ class Budget:
                 f"budget {self.total} is smaller than the window {self.window}, which is always kept. "
                 "Raise the budget or lower the window."
             )
-        if self.growth is not None and not self.growth >= 1:
-            raise ValueError(f"growth must be at least 1 (K grows by r / growth a round), got {self.growth!r}")
+        if self.growth is not None and (not isinstance(self.growth, int | float) or not 1 <= self.growth < inf):
+            raise ValueError(
+                f"growth must be a number of at least 1 (K grows by r / growth a round), got {self.growth!r}"
+            )
         if self.scope not in get_args(Scope):
             raise ValueError(f"scope must be one of {', '.join(get_args(Scope))}, got {self.scope!r}")
         if self.scope == "grow" and self.room < self.window:

@@ -9,10 +9,11 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from .bench.cli import app as bench_app
 from .policies import policies as known_policies
-from .report.files import versions, write_json
+from .report.files import check_writable, versions, write_json
 from .report.tables import table
 from .settings import Settings
 
@@ -71,6 +72,7 @@ def generate(
     sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
     if not prompt.strip():
         raise ValueError("the prompt is empty: write what to ask, in quotes")
+    check_writable(stats_json)
 
     from transformers import TextStreamer
 
@@ -96,6 +98,7 @@ def generate(
 @app.command()
 def policies(json: JsonFile = None) -> None:
     """List the known methods: what they do, what they must see, what their paper protects."""
+    check_writable(json)
     rows = [
         {
             "name": p.name,
@@ -139,6 +142,7 @@ def demo(
     """Generate from one prompt with the full cache and with a bounded one; print a table, save a plot."""
     from . import demo as demonstration
 
+    check_writable(json)
     result = demonstration.run(err, folder, model=model, tokens=tokens, budget=budget, buffer=buffer)
     out.print(demonstration.summary(result))
     out.print(f"plot: {folder / 'cache_bytes.png'}   numbers and texts: {folder / 'demo.json'}")
@@ -169,5 +173,5 @@ def main() -> None:
     try:
         app()
     except (ValueError, OSError, RuntimeError) as error:
-        err.print(f"[bold red]error:[/bold red] {error}", highlight=False, soft_wrap=True)
+        err.print(Text("error: ", style="bold red") + Text(str(error), style="default"), soft_wrap=True)
         sys.exit(2)

@@ -65,12 +65,18 @@ class Engine(Protocol):
         """
         ...
 
-    def force(self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]) -> list[Tensor]:
+    def force(
+        self,
+        prompts: Sequence[Sequence[int]],
+        continuations: Sequence[Sequence[int]],
+        samples: Sequence[int] | None = None,
+    ) -> list[Tensor]:
         """Log-probability of given traces under the policy (teacher forcing).
 
         Args:
             prompts: token ids, one sequence a request.
             continuations: the trace each request is forced to take.
+            samples: sample number of each request; 0 by default.
 
         Returns:
             float32 [T] a request: log-probability of each token of its continuation.

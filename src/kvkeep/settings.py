@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .budget import Budget, Scope
 from .layout import Protection
-from .policies import Policy, make_policy
+from .policies import Policy, make_policy, option_names, register
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -57,8 +57,10 @@ class Settings:
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise ValueError(f"seed must be a whole number, got {self.seed!r}")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"seed must be a whole number of 64 bits, got {self.seed!r}")
+        if self.protect is not None and not isinstance(self.protect, str):
+            raise ValueError(f"protect is a text such as 'prompt' or 'sinks:4', got {self.protect!r}")
         policy, budget = self.make_policy(), self.make_budget()
         if self.protection.pins and policy.slots_per_unit > 1:
             raise ValueError(f"pins protect single tokens, unit={policy.slots_per_unit} evicts several: use unit=1")
@@ -73,10 +75,15 @@ class Settings:
         """
         options = dict(values.pop("options", {}))
         if isinstance(policy, Policy):
+            register(type(policy))
             options = {**asdict(policy), **options}
             policy = policy.name
-        known = {f.name for f in fields(cls)}
-        options |= {k: values.pop(k) for k in list(values) if k not in known}
+        known = [f.name for f in fields(cls)]
+        for name in [k for k in values if k not in known]:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+            if near and name not in option_names(policy):
+                raise ValueError(f"there is no setting {name!r}: did you mean {near[0]}?")
+            options[name] = values.pop(name)
         return cls(policy=policy, options=options, **values)
 
     # ---- JSON -----------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from ..report.files import write_json
+from ..report.files import check_writable, write_json
 
 app = typer.Typer(no_args_is_help=True, help="Measure what eviction costs on this machine, and what it saves.")
 out = Console()
@@ -50,10 +50,16 @@ def round_(
     json: JsonFile = None,
 ) -> None:
     """Cost of one round: draw, plan and moves apart, against gathering the K kept entries, beside a memcpy."""
+    check_writable(json)
     from ..policies import policies as known
+    from ..signals import POSITIONS
     from . import round as bench
 
-    names = [p.name for p in known().values() if p.evicts] if policy == "all" else policy.split(",")
+    names = (
+        [p.name for p in known().values() if p.evicts and p.signals <= {POSITIONS}]
+        if policy == "all"
+        else policy.split(",")
+    )
     result = bench.run(
         _numbers(budgets, "--budget"), buffer, _numbers(batches, "--batch"), names, layers=layers, heads=heads,
         head_dim=head_dim, dtype=dtype, device=device, seed=seed, torch_threads=threads,
@@ -81,6 +87,7 @@ def decode(
     json: JsonFile = None,
 ) -> None:
     """Tokens a second with the full cache, a bounded one and transformers' own, after the same text."""
+    check_writable(json)
     from . import decode as bench
 
     result = bench.run(
@@ -104,6 +111,7 @@ def memory(
     json: JsonFile = None,
 ) -> None:
     """Bytes by part, mean and peak, and the largest batch that fits under a limit."""
+    check_writable(json)
     from . import memory as bench
 
     if not limit > 0:

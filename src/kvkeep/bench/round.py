@@ -63,7 +63,7 @@ class InPlace:
         self.row = Row.new(budget, settings.protection, policy.slots_per_unit)
         self.row.add_prompt(min(PROMPT, (budget.total - budget.window) // 2))
         self.row.add_trace(self.row.space() or 0)
-        self.layers = [EvictingLayer(i, lambda: None, lambda: 0) for i in range(shape.layers)]
+        self.layers = [EvictingLayer(i, shape.heads, lambda: None, lambda: 0) for i in range(shape.layers)]
         for layer in self.layers:
             size = (shape.batch, shape.heads, self.row.cached, shape.head_dim)
             layer.k, layer.v = (torch.randn(size, device=device).to(shape.dtype) for _ in range(2))

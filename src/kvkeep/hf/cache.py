@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,6 +14,7 @@ from transformers import Cache
 
 from ..layout import Round, Row
 from ..settings import Settings
+from ..signals import KNOWN
 from .hooks import Hooks
 from .layer import EvictingLayer
 from .model import Unsupported, examine, refuse_attention
@@ -50,13 +52,18 @@ class EvictCache(Cache):
         self.policy = settings.make_policy()
         self.budget = settings.make_budget()
         self.prompt_length: int | None = None
+        if unknown := sorted(self.policy.signals - KNOWN):
+            raise Unsupported(
+                f"policy {self.policy.name!r} asks for {', '.join(unknown)}; known are {', '.join(KNOWN)}"
+            )
         self.info = examine(model)
         if self.budget is not None:
             self.policy.check(self.info.heads, self.budget)
         layers = list(self.info.layers)
         self.evicting: list[EvictingLayer] = []
+        owner = weakref.proxy(self)  # a cycle would keep the entries until the garbage collector runs
         for number in self.info.evicting:
-            layers[number] = EvictingLayer(number, lambda: self._step, lambda: self._columns)
+            layers[number] = EvictingLayer(number, self.info.heads, lambda: owner._step, lambda: owner._columns)
             self.evicting.append(layers[number])
         super().__init__(layers=layers)
         self._rounds = Rounds(self.policy, settings, self.info, self.evicting)
@@ -69,6 +76,7 @@ class EvictCache(Cache):
         self._reader: Reader | None = None
         self._reading: Reading | None = None
         self._step: Step | None = None
+        self._moving = False  # from the first move of a round to the end of its forward
         self._columns = 0
         self._padded = False
         self._peak = 0
@@ -79,8 +87,15 @@ class EvictCache(Cache):
 
     # ---- for users ------------------------------------------------------------------------------
 
-    def reset(self) -> None:
-        """Forget everything, ready for the next prompt. Draws depend on the prompt, not on what came before."""
+    def reset(self, samples: Sequence[int] | None = None) -> None:
+        """Forget everything, ready for the next prompt.
+
+        Args:
+            samples: sample number of each row from now on. Without new numbers, an equal prompt
+                draws as it did before: draws depend on the prompt, not on what came before it.
+        """
+        if samples is not None:
+            self._samples = list(samples)
         super().reset()
         self._begin_request()
 
@@ -117,6 +132,7 @@ class EvictCache(Cache):
             forget: same shape: entries that go first. ``keep`` outranks it.
         """
         self._rounds.override(keep, forget)
+        self._rounds.masks.check_budget(self.rows)
 
     def trace_space(self) -> int | None:
         """Trace tokens the next forward may bring at most; None if there is no limit."""
@@ -140,17 +156,18 @@ class EvictCache(Cache):
         Returns:
             Lists have one number a row. ``entries`` counts what each KV head of an evicting layer
             holds; ``bytes`` are allocated bytes: ``entries`` (keys and values of all layers),
-            ``positions`` (position store), ``policy`` (state of the policy), ``now`` and ``peak``
+            ``positions`` (position store), ``policy`` (its state, and rounds planned ahead), ``now`` and ``peak``
             (their sum).
         """
         self._note_peak()
-        found = describe(self, self._rounds.positions_nbytes, self._peak)
+        found = describe(self, self._rounds.positions_nbytes, self._rounds.plans_nbytes, self._peak)
         if positions:
             found["kept_positions"] = [self.kept_positions(row) for row in range(len(self.rows))]
         return found
 
     def _note_peak(self) -> None:
-        self._peak = max(self._peak, self.nbytes() + self._rounds.positions_nbytes)
+        extra = self._rounds.positions_nbytes + self._rounds.plans_nbytes
+        self._peak = max(self._peak, self.nbytes() + extra)
 
     # ---- what the hooks call --------------------------------------------------------------------
 
@@ -175,7 +192,7 @@ class EvictCache(Cache):
             positions: its position ids.
         """
         batch, q = tokens.shape[:2]
-        if self._step is not None:
+        if self._step is not None or self._moving:
             raise RuntimeError("an earlier forward with this cache failed halfway: call reset() and start again")
         refuse_attention(self.info.attention[self.info.evicting[0]])
         if self._columns == 0:  # also after a refused prompt, which leaves no trace
@@ -226,7 +243,12 @@ class EvictCache(Cache):
         """A forward is through: its columns count as seen."""
         if self._step is None or self._reader is None or self._reading is None:
             return
-        q, self._step = self._step.columns, None
+        if any(layer.stored is not self._step for layer in self.evicting):
+            raise RuntimeError(
+                "the forward did not store its entries in every layer (gradient checkpointing in training mode drops "
+                "the cache): call model.eval(), then reset()"
+            )
+        q, self._step, self._moving = self._step.columns, None, False
         self._reader.done(q, self._reading)
         self._columns = self._reader.columns
         if self._peak == 0 or q > 1 or self._rounds.moved:
@@ -238,9 +260,8 @@ class EvictCache(Cache):
         trace = q - reading.prompt
         for row, pad in zip(rows, reading.pads, strict=True):
             row.add_prompt(reading.prompt - min(pad, reading.prompt))
-            space = row.space()
-            if trace and space is not None and trace > space:
-                raise ValueError(_too_long(trace, space))
+            if trace and row.limit is not None and row.cached + trace > row.limit:
+                raise ValueError(_too_long(trace, max(0, row.limit - row.cached)))
             row.add_trace(trace)
         self._rounds.masks.check_budget(rows)
         before, self.rows = self.rows, rows
@@ -262,6 +283,10 @@ class EvictCache(Cache):
     def _turn(self, q: int) -> Step:
         rows = [replace(row) for row in self.rows]
         events = {i: event for i, row in enumerate(rows) if (event := row.next_turn(q)) is not None}
+        after = [replace(row) for row in rows]
+        for row in after:
+            row.add_turn(q)
+        self._rounds.masks.check_budget(after)
         if events:
             self._carry_out(events, spare=q)
         starts = [row.turn_slot for row in self.rows]
@@ -272,6 +297,7 @@ class EvictCache(Cache):
         return turn_step(starts, self.rows, q, self._padded or not appended, self._rounds.device)
 
     def _carry_out(self, events: dict[int, Round], spare: int = 0) -> None:
+        self._moving = True
         self._rounds.run(events, self.rows, self._streams, spare)
         for i, event in events.items():
             self.rows[i].apply(event)
@@ -302,8 +328,8 @@ class EvictCache(Cache):
         self._select(torch.arange(len(self.rows))[indices.to("cpu")])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        if any(row.rounds for row in self.rows):
-            raise Unsupported("rows cannot be repeated after a round: their copies would share draws")
+        if repeats > 1 and (self._samples is not None or any(row.rounds for row in self.rows)):
+            raise Unsupported("rows cannot be repeated after a round or with samples=: their copies would share draws")
         self._select(torch.arange(len(self.rows)).repeat_interleave(repeats))
 
     def _select(self, indices: Tensor) -> None:
@@ -315,6 +341,9 @@ class EvictCache(Cache):
         self._rounds.select(order)
         if self._reader is not None:
             self._reader.select(order)
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise Unsupported("a bounded cache cannot be copied, it belongs to its model's hooks: prefill a new one")
 
     def crop(self, *args: Any, **kwargs: Any) -> NoReturn:
         self.activate_past_recording()

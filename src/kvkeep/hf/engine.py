@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from transformers import (
     SuppressTokensLogitsProcessor,
 )
 
+from ..draws import stream_of
 from ..engine import Sample, Sampling
 from ..settings import Settings
 from .cache import EvictCache
@@ -64,12 +66,10 @@ class HFEngine:
             processors.append(SuppressTokensLogitsProcessor(ends, device=str(self.model.device)))
         cache = self.settings.cache(self.model, samples)
         try:
-            with torch.no_grad(), torch.random.fork_rng(enabled=sampling.temperature > 0):
-                torch.manual_seed(sampling.seed)
+            with torch.no_grad(), self._seeded(sampling, samples), self._only(self._config(sampling, ends)):
                 out = self.model.generate(
                     ids,
                     attention_mask=mask,
-                    generation_config=self._config(sampling, ends),
                     logits_processor=processors,
                     stopping_criteria=None if on_token is None else [_Watcher(cache, on_token)],
                     streamer=streamer,
@@ -80,7 +80,31 @@ class HFEngine:
             cache.close()
         return [self._sample(row, ends, _of_row(stats, i)) for i, row in enumerate(out[:, ids.shape[1] :].tolist())]
 
-    def force(self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]) -> list[Tensor]:
+    @contextmanager
+    def _seeded(self, sampling: Sampling, samples: Sequence[int]) -> Iterator[None]:
+        """Sampling draws from its own seed, which the sample numbers enter; the global generator is left alone."""
+        if sampling.temperature == 0:
+            yield
+            return
+        with torch.random.fork_rng():
+            torch.manual_seed(stream_of(samples, sampling.seed))
+            yield
+
+    @contextmanager
+    def _only(self, config: GenerationConfig) -> Iterator[None]:
+        """Generate with ``config`` alone: generate() fills what it leaves open from the model's own defaults."""
+        own, self.model.generation_config = self.model.generation_config, config
+        try:
+            yield
+        finally:
+            self.model.generation_config = own
+
+    def force(
+        self,
+        prompts: Sequence[Sequence[int]],
+        continuations: Sequence[Sequence[int]],
+        samples: Sequence[int] | None = None,
+    ) -> list[Tensor]:
         """Log-probability of given traces, float32 [T] each. See :meth:`kvkeep.engine.Engine.force`.
 
         The trace is fed in chunks that end where a round is due, so the result is that of feeding
@@ -88,14 +112,15 @@ class HFEngine:
         """
         if len(prompts) != len(continuations):
             raise ValueError(f"{len(prompts)} prompts need as many continuations, got {len(continuations)}")
-        return [self._force(p, c) for p, c in zip(prompts, continuations, strict=True)]
+        numbers = [0] * len(prompts) if samples is None else samples
+        return [self._force(p, c, n) for p, c, n in zip(prompts, continuations, numbers, strict=True)]
 
-    def _force(self, prompt: Sequence[int], continuation: Sequence[int]) -> Tensor:
+    def _force(self, prompt: Sequence[int], continuation: Sequence[int], sample: int) -> Tensor:
         if not prompt or not continuation:
             raise ValueError("teacher forcing needs a prompt and a continuation of at least one token each")
         device = self.model.device
         trace = torch.tensor([list(continuation)], device=device)
-        cache = self.settings.cache(self.model, [0])
+        cache = self.settings.cache(self.model, [sample])
         found: list[Tensor] = []
         try:
             with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,8 @@ from transformers import PreTrainedModel
 from ..policies import Policy
 from ..settings import Settings
 from .cache import EvictCache
+
+logger = logging.getLogger("kvkeep")
 
 
 @contextmanager
@@ -53,5 +56,7 @@ def evict(
     try:
         cache.override(keep, forget)
         yield cache
+        if not cache.rows:
+            logger.warning("the cache made by evict() was not used: pass it to generate as past_key_values= or cache=")
     finally:
         cache.close()

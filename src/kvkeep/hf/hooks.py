@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -24,33 +25,31 @@ class Hooks:
 
     def __init__(self, cache: EvictCache, info: ModelInfo) -> None:
         reference = weakref.ref(cache)
+        self.thread = 0  # in which a forward with this cache is under way
         signature = inspect.signature(info.decoder.forward)
 
-        def mine(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[EvictCache, dict[str, Any]] | None:
-            owner: EvictCache | None = reference()
-            given = dict(kwargs)
-            if args:
-                given |= signature.bind_partial(*args).arguments
-            if owner is not None and id(_passed(given)) == id(owner):
-                return owner, given
-            return None
+        # Torch may call a hook that was just removed (a dropped cache) without its kwargs: then do nothing.
 
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            found = mine(args, kwargs)
-            if found is not None:
-                _begin(*found)
-
-        def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            found = mine(args, kwargs)
-            if found is not None:
-                found[0].end()
-
-        def mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def before(module: nn.Module, args: Any, kwargs: Any = None) -> None:
             owner = reference()
-            if owner is None or id(_passed(kwargs)) != id(owner):
-                return None  # another cache's forward, or none's
-            step = owner.step
-            if step is None or (step.mask is None and not step.unmasked):
+            self.thread = 0
+            if owner is None or not isinstance(kwargs, dict):
+                return
+            given = {**kwargs, **signature.bind_partial(*args).arguments} if args else kwargs
+            if _passed(given) is owner:
+                self.thread = get_ident()
+                _begin(owner, given)
+
+        def after(module: nn.Module, args: Any, kwargs: Any = None, output: Any = None) -> None:
+            owner = reference()
+            if owner is not None and self.thread == get_ident():
+                self.thread = 0
+                owner.end()
+
+        def mask(module: nn.Module, args: Any, kwargs: Any = None) -> Any:
+            owner = reference()
+            step = None if owner is None or self.thread != get_ident() else owner.step
+            if step is None or not isinstance(kwargs, dict) or (step.mask is None and not step.unmasked):
                 return None
             if "attention_mask" not in kwargs:
                 raise Unsupported(f"{type(module).__name__} takes no attention_mask by name, which padding needs")
@@ -91,5 +90,10 @@ def _begin(cache: EvictCache, given: dict[str, Any]) -> None:
     if mask is not None and not isinstance(mask, Tensor):
         raise Unsupported("ready-made attention masks are not supported: pass the 2D mask")
     if tokens.shape[1] == 0:
-        raise ValueError("the prompt is empty: a forward needs at least one token")
+        raise ValueError(
+            f"a forward without new tokens: the cache has seen {cache.get_seq_length()}; call reset() before the next "
+            "prompt"
+            if cache.rows
+            else "the prompt is empty: a forward needs at least one token"
+        )
     cache.begin(tokens, ids, mask, given.get("position_ids"))

@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicLayer
 from .model import Unsupported
 from .step import Step
 
-_LEAST_GROWTH = 256  # slots
+_LEAST_GROWTH = 128  # slots
 
 
 class EvictingLayer(DynamicLayer):
@@ -20,15 +20,17 @@ class EvictingLayer(DynamicLayer):
 
     Args:
         number: global layer number.
+        heads: H, as the model's configuration says.
         step: gives the forward that is under way, None between forwards.
         columns: gives the number of columns seen so far, padding included.
     """
 
     is_croppable = False
 
-    def __init__(self, number: int, step: Callable[[], Step | None], columns: Callable[[], int]) -> None:
+    def __init__(self, number: int, heads: int, step: Callable[[], Step | None], columns: Callable[[], int]) -> None:
         super().__init__()
-        self.number = number
+        self.number, self.heads = number, heads
+        self.stored: Step | None = None  # the last forward that stored its entries here
         self._step, self._columns = step, columns
         self.k: Tensor | None = None
         self.v: Tensor | None = None
@@ -43,13 +45,17 @@ class EvictingLayer(DynamicLayer):
                 "the cache was updated outside a forward of its model: it works only with the model it was made for, "
                 "and only until evict() ends or close() is called"
             )
+        if key_states.shape[1] != self.heads:
+            raise Unsupported(
+                f"layer {self.number} has {key_states.shape[1]} KV heads, the model's configuration says {self.heads}"
+            )
         self.reserve(step, key_states, value_states)
         assert self.k is not None
         assert self.v is not None
-        self.keys, self.values = (
-            self._store(step, storage, new) for storage, new in ((self.k, key_states), (self.v, value_states))
-        )
-        return self.keys, self.values
+        seen = self._store(step, self.k, key_states), self._store(step, self.v, value_states)
+        self.keys, self.values = self.k[:, :, : step.needed], self.v[:, :, : step.needed]
+        self.stored = step
+        return seen
 
     def get_seq_length(self) -> int:
         """Tokens seen, padding included: what positions are counted from. Not the entries that are left."""
@@ -62,7 +68,7 @@ class EvictingLayer(DynamicLayer):
         return width, seen + query_length - width
 
     def reset(self) -> None:
-        self.k = self.v = None
+        self.k = self.v = self.stored = None
         super().reset()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -91,11 +97,11 @@ class EvictingLayer(DynamicLayer):
         return sum(t.untyped_storage().nbytes() for t in (self.k, self.v) if t is not None)
 
     def reserve(self, step: Step, keys: Tensor, values: Tensor) -> None:
-        """Make room for a forward. Grows in steps until the first round, then never again."""
+        """Make room for a forward: in steps until K + r is reached, then (unless K grows) never again."""
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
         if step.needed > self.capacity:
-            grown = max(step.needed + _LEAST_GROWTH, step.needed * 5 // 4)
+            grown = max(step.needed + _LEAST_GROWTH, step.needed * 17 // 16)
             slots = grown if step.bound is None else max(min(grown, step.bound), step.needed)
             self.resize(slots, keys, values)
 

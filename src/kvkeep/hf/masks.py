@@ -25,6 +25,7 @@ class Masks:
         self.layers, self.heads, self.pins, self.unit = layers, heads, pins, unit
         self.keep: Tensor | None = None
         self.forget: Tensor | None = None
+        self._given: tuple[Tensor | None, Tensor | None] = (None, None)
 
     def __bool__(self) -> bool:
         return bool(self.pins) or self.per_head
@@ -40,7 +41,7 @@ class Masks:
         Raises:
             ValueError: a mask has another shape or type.
         """
-        self.keep, self.forget = keep, forget
+        self._given = self.keep, self.forget = keep, forget
         self.check_rows(None)
 
     def check_rows(self, rows: int | None) -> None:
@@ -61,16 +62,24 @@ class Masks:
                 raise ValueError(f"keep and forget hold single entries, unit={self.unit} evicts several: use unit=1")
 
     def check_budget(self, rows: Sequence[Row]) -> None:
-        """Refuse a ``keep`` mask that asks for more than a row's budget holds."""
+        """Refuse masks and pins that together keep more than a row's budget holds."""
         if self.keep is None:
             return
+        length = max([self.keep.shape[-1], *(end for _, end in self.pins)])
+        keep = torch.nn.functional.pad(self.keep, (0, length - self.keep.shape[-1])).cpu()
+        for first, end in self.pins:
+            keep[..., first:end] = True
         for i, row in enumerate(rows):
-            asked = int(self.keep[min(i, len(self.keep) - 1), ..., row.protected :].sum(-1).max())
+            asked = int(keep[min(i, len(keep) - 1), ..., row.first_protected :].sum(-1).max())
             if row.budget is not None and asked > row.budget.total - row.budget.window - row.protected:
                 raise ValueError(
-                    f"keep asks for {asked} entries of a head beside {row.protected} protected ones and a window of "
-                    f"{row.budget.window}: the budget of {row.budget.total} cannot hold them"
+                    f"keep and pins ask for {asked} entries of a head beside {row.protected} protected ones and a "
+                    f"window of {row.budget.window}: the budget of {row.budget.total} cannot hold them"
                 )
+
+    def restore(self) -> None:
+        """Use the masks as they were set: beams and selected rows belong to the last request."""
+        self.keep, self.forget = self._given
 
     def select(self, order: Sequence[int]) -> None:
         """Keep these rows, in this order."""

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+
+logger = logging.getLogger("kvkeep")
+
+#: Model types (of the text configuration) that the test suite runs.
+TESTED = frozenset({"llama", "qwen2", "qwen3", "mistral", "phi3", "gemma3_text", "gpt_oss"})
+_warned: set[str] = set()
 
 
 class Unsupported(ValueError):
@@ -64,6 +71,11 @@ def examine(model: Any) -> ModelInfo:
             f"{type(model).__name__} uses multi-head latent attention, whose cache has no KV heads to evict from: "
             "use a model with grouped-query attention"
         )
+    if getattr(text, "alibi", False) or text.model_type in ("bloom", "mpt"):
+        raise Unsupported(
+            f"{type(model).__name__} adds ALiBi biases, which depend on where an entry lies in the cache: "
+            "use a model with rotary positions"
+        )
     if getattr(text, "num_kv_shared_layers", 0):
         raise Unsupported(f"{type(model).__name__} shares entries between layers, which kvkeep does not support")
     layers = DynamicCache(config=model.config).layers
@@ -80,8 +92,21 @@ def examine(model: Any) -> ModelInfo:
             "use the model without kvkeep"
         )
     attention = _attention_modules(model, evicting)
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    return ModelInfo(_decoder(model), attention, layers, evicting, int(heads))
+    return ModelInfo(_decoder(model), attention, layers, evicting, _heads(model, text))
+
+
+def _heads(model: PreTrainedModel, text: Any) -> int:
+    """KV heads of a full-attention layer by the configuration; the first forward checks it."""
+    try:
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    except Exception as error:  # some configurations refuse an attribute that differs from layer to layer
+        raise Unsupported(f"{type(model).__name__} has no single number of KV heads: {error}") from error
+    if text.model_type not in TESTED and text.model_type not in _warned:
+        _warned.add(text.model_type)
+        logger.warning(
+            "kvkeep has not been tested with %s models: compare a short run with policy full", text.model_type
+        )
+    return int(heads)
 
 
 def _refuse_cache_settings(model: PreTrainedModel) -> None:

@@ -23,8 +23,6 @@ from torch import Tensor
 
 logger = logging.getLogger("kvkeep")
 
-Kind = Literal["prompt", "trace", "turn"]
-
 # From this release on, generate marks the cache it was given (`_is_user_defined`).
 _GENERATE_MARKS = Version(transformers.__version__) >= Version("5.17.0")
 

@@ -53,6 +53,7 @@ class Rounds:
 
     def begin_request(self) -> None:
         """Forget the last request's rows."""
+        self.masks.restore()
         self.moved = False
         self.store: PositionStore | None = None
         self._log: list[list[Logged]] = []
@@ -69,7 +70,8 @@ class Rounds:
     @property
     def _tracks(self) -> bool:
         """Whether slots' positions must be known at every round."""
-        return POSITIONS in self.policy.signals or self.settings.track_positions or bool(self.masks)
+        wanted = self.settings.track_positions or not self.policy.content_free
+        return wanted or POSITIONS in self.policy.signals or bool(self.masks)
 
     @property
     def _shape(self) -> tuple[int, int]:
@@ -102,7 +104,8 @@ class Rounds:
         self._log = [list(self._log[i]) for i in order]
         self._ahead = {}
         if self.store is not None:
-            self.store.data = self.store.data[list(order)].contiguous()
+            with torch.inference_mode(False):
+                self.store.data = self.store.data[list(order)].contiguous()
             self.store.filled = [self.store.filled[i] for i in order]
         self.masks.select(order)
 
@@ -129,7 +132,7 @@ class Rounds:
                 self.store.fill(i, rows[i].cached, rows[i].seen)
         if (tuple(which), tuple(what)) not in self._ahead:
             self._ahead = self._plan_ahead(which, what, streams.get(len(rows))[which])
-        self.move(which, what, self._ahead.pop((tuple(which), tuple(what))))
+        self.move(which, what, self._ahead[(tuple(which), tuple(what))])
         for i, event in events.items():
             self._log[i].append(Logged(event, rows[i].seen))
         self.moved = True
@@ -217,6 +220,7 @@ class Rounds:
         store: PositionStore | None,
     ) -> Moves:
         """Moves of a round, from the policy's ``keys`` for what :meth:`look` showed it."""
+        self._check(keys, view)
         positions = view.positions
         if positions is None and store is not None and self.masks:
             positions = store.candidates(which, events)
@@ -226,6 +230,18 @@ class Rounds:
             keys = keys.expand(*torch.broadcast_shapes(*shapes), keys.shape[-1])
             order = None if order is None else order.expand(*keys.shape)
         return plan(keys, events, self.policy.slots_per_unit, overrides, order)
+
+    def _check(self, keys: Tensor, view: RoundView) -> None:
+        wanted = (len(view.streams), len(self.layers), self.info.heads, view.candidates // self.policy.slots_per_unit)
+        fits = keys.dim() == 4 and keys.shape[0] == wanted[0] and keys.shape[3] == wanted[3]
+        if not fits or keys.shape[1] not in (1, wanted[1]) or keys.shape[2] not in (1, wanted[2]):
+            raise ValueError(
+                f"policy {self.policy.name!r} returned keys of shape {list(keys.shape)}, expected {list(wanted)} "
+                "(layers and heads may be 1)"
+            )
+        # On a GPU the check would wait for the device at every round.
+        if keys.device.type == "cpu" and keys.is_floating_point() and bool(keys.isnan().any()):
+            raise ValueError(f"policy {self.policy.name!r} returned NaN scores")
 
     def move(self, which: list[int], events: list[Round], moves: Moves) -> None:
         """Carry out a plan in every layer: moves, and the window before a turn or after a round."""
@@ -253,6 +269,8 @@ class Rounds:
 
     def kept_positions(self, row: int, rows: Sequence[Row], streams: Streams) -> Tensor:
         """Ascending positions of one row's entries, int32 [L, H, n] on the CPU."""
+        if not 0 <= row < len(rows):
+            raise ValueError(f"there is no row {row}: the cache holds {len(rows)} rows")
         state = rows[row]
         store, at = self.store, row
         if store is None:

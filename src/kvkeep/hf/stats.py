@@ -24,27 +24,27 @@ def allocated(layers: Iterable[Any]) -> int:
     return sum(int(size) for size in sizes.values())
 
 
-def describe(cache: EvictCache, positions: int, peak: int) -> dict[str, Any]:
-    """The dictionary of :meth:`EvictCache.stats`; ``positions`` and ``peak`` are bytes."""
+def describe(cache: EvictCache, positions: int, policy: int, peak: int) -> dict[str, Any]:
+    """The dictionary of :meth:`EvictCache.stats`; ``positions``, ``policy`` and ``peak`` are bytes."""
     entries, rows = cache.nbytes(), cache.rows
     asked = None if cache.budget is None else cache.budget.total
-    budgets = [None if row.budget is None else row.budget.total for row in rows]
+    totals = [None if row.budget is None else row.budget.total for row in rows]
     return {
         "policy": cache.policy.name,
         "protect": cache.settings.protect_text,
         "seen": [row.seen for row in rows],
         "prompt": [row.prompt_length for row in rows],
         "protected": [row.protected for row in rows],
-        "budget": budgets,
-        "grown": [asked is not None and budget is not None and budget > asked for budget in budgets],
+        "budget": [None if row.budget is None else row.budget.kept(max(row.trace_rounds - 1, 0)) for row in rows],
+        "grown": [asked is not None and total is not None and total > asked for total in totals],
         "rounds": [row.trace_rounds for row in rows],
         "evicted": [row.evicted for row in rows],
         "entries": [row.cached for row in rows],
         "bytes": {
             "entries": entries,
             "positions": positions,
-            "policy": 0,  # no policy of this version keeps state
-            "now": entries + positions,
+            "policy": policy,
+            "now": entries + positions + policy,
             "peak": peak,
         },
     }

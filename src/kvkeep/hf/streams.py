@@ -39,6 +39,8 @@ class Streams:
 
     def select(self, order: Sequence[int]) -> None:
         """Keep these rows, in this order."""
+        if self._samples is None and not self._shared and self._chunks:  # a row keeps its number
+            self._samples = self._numbers([self._prompt(i) for i in range(len(self._chunks[0][1]))])
         self._chunks = [(ids[list(order)], [pads[i] for i in order]) for ids, pads in self._chunks]
         if self._samples is not None:
             self._samples = [self._samples[i] for i in order]

@@ -18,24 +18,58 @@ GROUP = "kvkeep.policies"
 _BUILT_IN: tuple[type[Policy], ...] = (Full, RandomAttention, StreamingLLM, Recency)
 
 
+_registered: dict[str, type[Policy]] = {p.name: p for p in _BUILT_IN}
+
+
+def register(policy: type[Policy]) -> None:
+    """Make a method known by its short name in this process.
+
+    Raises:
+        ValueError: another method has this name.
+    """
+    if not policy.name:
+        raise ValueError(f"{policy.__name__} needs a short name: set its class attribute `name`")
+    if _registered.setdefault(policy.name, policy) is not policy:
+        other = _registered[policy.name]
+        raise ValueError(f"{policy.__name__} is called {policy.name!r} like {other.__name__}: give it another name")
+
+
 @cache
+def _load_entry_points() -> None:
+    for entry in entry_points(group=GROUP):
+        try:
+            policy = entry.load()
+        except Exception as error:  # somebody else's package: say whose, whatever went wrong
+            raise ValueError(f"the policy {entry.name!r} ({entry.value}) cannot be loaded: {error}") from error
+        if not (isinstance(policy, type) and issubclass(policy, Policy)):
+            raise ValueError(f"entry point {entry.value} in group {GROUP} is not a kvkeep Policy class")
+        register(policy)
+
+
 def policies() -> dict[str, type[Policy]]:
     """Every known method by its short name, kvkeep's own first.
 
     Raises:
-        ValueError: two methods claim a name, or an entry point does not give a policy class.
+        ValueError: an installed method cannot be loaded, or two claim a name.
     """
-    known = {p.name: p for p in _BUILT_IN}
-    for entry in entry_points(group=GROUP):
-        policy = entry.load()
-        if not (isinstance(policy, type) and issubclass(policy, Policy)):
-            raise ValueError(f"entry point {entry.value} in group {GROUP} is not a kvkeep Policy class")
-        if policy.name in known:
-            raise ValueError(
-                f"two policies are called {policy.name!r}: {known[policy.name].__name__} and {entry.value}"
-            )
-        known[policy.name] = policy
-    return known
+    _load_entry_points()
+    return dict(_registered)
+
+
+def _find(name: str) -> type[Policy]:
+    if name in _registered:  # kvkeep's own work even if somebody else's package is broken
+        return _registered[name]
+    known = policies()
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise ValueError(f"unknown policy {name!r}: {hint}known are {', '.join(known)}")
+    return known[name]
+
+
+def option_names(name: str) -> list[str]:
+    """Names of a policy's options."""
+    return [f.name for f in fields(_find(name))]
 
 
 def make_policy(name: str, options: Mapping[str, Any] | None = None) -> Policy:
@@ -44,15 +78,9 @@ def make_policy(name: str, options: Mapping[str, Any] | None = None) -> Policy:
     Raises:
         ValueError: no such name (near names are suggested) or no such option.
     """
-    known = policies()
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
-        hint = f"did you mean {' or '.join(near)}? " if near else ""
-        raise ValueError(f"unknown policy {name!r}: {hint}known are {', '.join(known)}")
-    policy = known[name]
-    allowed = [f.name for f in fields(policy)]
+    allowed = option_names(name)
     for option in options or {}:
         if option not in allowed:
             takes = f"it takes {', '.join(allowed)}" if allowed else "it takes none"
             raise ValueError(f"policy {name!r} has no option {option!r}: {takes}")
-    return policy(**(options or {}))
+    return _find(name)(**(options or {}))

@@ -31,6 +31,23 @@ def write_json(path: str | Path, data: Any) -> None:
         raise
 
 
+def check_writable(path: str | Path | None) -> None:
+    """Find out before long work that its result cannot be written.
+
+    Raises:
+        ValueError: the file cannot be made.
+    """
+    if path is None:
+        return
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error}") from error
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ValueError(f"cannot write {path}: it is a folder, or its folder is read-only")
+
+
 def versions() -> dict[str, str]:
     """Versions of what a result depends on."""
     found = {"python": platform.python_version()}
