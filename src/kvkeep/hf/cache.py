@@ -6,15 +6,15 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import Cache
 
 from ..layout import Round, Row
 from ..settings import Settings
 from ..signals import KNOWN
+from .contract import Contract
 from .hooks import Hooks
 from .layer import EvictingLayer
 from .model import Unsupported, examine, refuse_attention
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class EvictCache(Cache):
+class EvictCache(Contract):
     """A cache that never holds more than K + r entries of a KV head.
 
     Make one with :func:`kvkeep.evict` or :meth:`kvkeep.Settings.cache` and pass it to ``generate``
@@ -301,58 +301,6 @@ class EvictCache(Cache):
         self._rounds.run(events, self.rows, self._streams, spare)
         for i, event in events.items():
             self.rows[i].apply(event)
-
-    # ---- what transformers calls ----------------------------------------------------------------
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns seen so far, padding included: what the next token's position is counted from."""
-        if self._step is None and self._reader is not None:
-            self._reader.asked_length = True
-        return self._columns
-
-    @property
-    def _is_user_defined(self) -> bool:
-        return True
-
-    @_is_user_defined.setter
-    def _is_user_defined(self, value: bool) -> None:
-        # `generate` sets this when it takes over a cache: what follows is a prefill.
-        self._marked = True
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Beam search: beams of one prompt share a stream and carry their entries with them."""
-        self._streams.share()
-        self._select(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self._select(torch.arange(len(self.rows))[indices.to("cpu")])
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        if repeats > 1 and (self._samples is not None or any(row.rounds for row in self.rows)):
-            raise Unsupported("rows cannot be repeated after a round or with samples=: their copies would share draws")
-        self._select(torch.arange(len(self.rows)).repeat_interleave(repeats))
-
-    def _select(self, indices: Tensor) -> None:
-        order = indices.tolist()
-        for layer in self.layers:
-            layer.reorder_cache(indices)
-        self.rows = [replace(self.rows[i]) for i in order]
-        self._streams.select(order)
-        self._rounds.select(order)
-        if self._reader is not None:
-            self._reader.select(order)
-
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise Unsupported("a bounded cache cannot be copied, it belongs to its model's hooks: prefill a new one")
-
-    def crop(self, *args: Any, **kwargs: Any) -> NoReturn:
-        self.activate_past_recording()
-
-    def activate_past_recording(self) -> NoReturn:
-        raise Unsupported(
-            "assisted decoding (assistant_model, prompt_lookup_num_tokens, ...) takes tokens back, which a bounded "
-            "cache cannot do: call generate without it"
-        )
 
 
 def _too_long(q: int, space: int) -> str:

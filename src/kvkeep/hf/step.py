@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -92,7 +93,7 @@ class Step:
         """Entries that ``update`` returns."""
         return self.stored + self.columns if self.appended else self.needed
 
-    @property
+    @cached_property
     def uniform(self) -> bool:
         """Whether every row writes its whole forward to the same slots."""
         return not any(self.pads) and min(self.starts) == max(self.starts)
