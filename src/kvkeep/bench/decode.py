@@ -212,21 +212,32 @@ def run(
 
 
 def table(result: dict[str, Any]) -> Table:
-    """The rows as a table."""
-    from rich.table import Table
+    """The rows as a table; ``--json`` has all numbers."""
+    from ..report.tables import table as make
 
     rows = result["rows"]
     suffix = "_tokens_per_s"
-    arms = [key.removesuffix(suffix) for key in rows[0] if key.endswith(suffix)] if rows else []
-    ratios = [key for key in rows[0] if "_over_" in key and not key.endswith("_interval")] if rows else []
-    shown = Table(title=f"decoding, tokens/s ({result['device']}, {result['threads']} threads)")
-    for name in ("model", "kind", "length", "budget", *arms, *(r.replace("_over_", "/") for r in ratios)):
-        shown.add_column(name, justify="left" if name in ("model", "kind") else "right")
-    for row in rows:
-        cells = [row["model"], row["kind"], str(row["length"]), str(row["budget"])]
-        cells += [f"{row[arm + suffix]:.0f}" for arm in arms]
-        for ratio in ratios:
-            low, high = row[f"{ratio}_interval"]
-            cells.append(f"{row[ratio]:.2f} [{low:.2f}, {high:.2f}]" if low < high else f"{row[ratio]:.2f}")
-        shown.add_row(*cells)
-    return shown
+    arms = [key.removesuffix(suffix) for key in rows[0] if key.endswith(suffix)]
+    ratios = [key for key in rows[0] if "_over_" in key and key.partition("_")[0] not in ("full", "dynamic")]
+    ratios = [key for key in ratios if not key.endswith("_interval")]
+
+    def ratio(row: dict[str, Any], key: str) -> str:
+        low, high = row[f"{key}_interval"]
+        return f"{row[key]:.2f} [{low:.2f},{high:.2f}]" if low < high else f"{row[key]:.2f}"
+
+    first = rows[0]
+    return make(
+        f"Decoding, tokens/s: {first['model']}, K={first['budget']}, r={first['buffer']}, batch {first['batch']} "
+        f"({result['device']}, {result['threads']} threads)",
+        ["kind", "length", *arms, *(key.replace("_over_", "\n/") for key in ratios)],
+        [
+            (
+                row["kind"],
+                row["length"],
+                *(f"{row[arm + suffix]:.0f}" for arm in arms),
+                *(ratio(row, r) for r in ratios),
+            )
+            for row in rows
+        ],
+        caption="ratios: median over turns, 95% bootstrap interval; dynamic is transformers' own cache",
+    )

@@ -111,14 +111,18 @@ def run(
 
 
 def table(result: dict[str, Any]) -> Table:
-    """The rows as a table."""
-    from rich.table import Table
+    """The rows as a table; ``--json`` has all numbers."""
+    from ..report.tables import table as make
 
-    shown = Table(title=f"cache memory, MiB ({result['device']})")
-    for name in ("model", "policy", "tokens", "entries", "positions", "policy state", "mean", "peak", "largest batch"):
-        shown.add_column(name, justify="left" if name in ("model", "policy") else "right")
     keys = ("entries_bytes", "positions_bytes", "policy_bytes", "mean_bytes", "peak_bytes")
-    for row in result["rows"]:
-        sizes = [f"{row[key] / 2**20:.2f}" for key in keys]
-        shown.add_row(row["model"], row["policy"], str(row["tokens"]), *sizes, str(row["largest_batch_extrapolated"]))
-    return shown
+    limit = result["rows"][0]["limit_bytes"] / 2**20 if result["rows"] else 0
+    return make(
+        f"Cache memory, MiB, batch 1 ({result['device']})",
+        ["policy", "model", "tokens", "entries", "positions", "policy state", "mean", "peak", "largest batch"],
+        [
+            (row["policy"], row["model"], row["tokens"], *(f"{row[key] / 2**20:.2f}" for key in keys),
+             row["largest_batch_extrapolated"])
+            for row in result["rows"]
+        ],
+        caption=f"largest batch: rows under {limit:.0f} MiB, extrapolated from batches 1 and 2",
+    )  # fmt: skip

@@ -285,15 +285,19 @@ def run(
 
 
 def table(result: dict[str, Any]) -> Table:
-    """The rows as a table."""
-    from rich.table import Table
+    """The rows as a table; ``--json`` has all numbers."""
+    from ..report.tables import table as make
 
-    shown = Table(title=f"one round, ms ({result['device']}, {result['threads']} threads)")
-    columns = ("draw", "plan", "move", "round", "gather", "floor")
-    for name in ("policy", "batch", "budget", *columns, "gather/move", "gather/round", "move/floor"):
-        shown.add_column(name, justify="left" if name == "policy" else "right")
-    for row in result["rows"]:
-        times = [f"{row[f'{name}_ms']:.3f}" for name in columns]
-        ratios = [f"{row[name]:.1f}x" for name in ("gather_over_move", "gather_over_round", "move_over_floor")]
-        shown.add_row(row["policy"], str(row["batch"]), str(row["budget"]), *times, *ratios)
-    return shown
+    times = ("draw", "plan", "move", "round", "gather")
+    ratios = ("gather_over_move", "gather_over_round", "move_over_floor")
+    return make(
+        f"One round, ms ({result['device']}, {result['threads']} threads)",
+        ["policy", "batch", "K", *times, "gather\n/move", "gather\n/round", "move\n/floor"],
+        [
+            (row["policy"], row["batch"], row["budget"], *(f"{row[f'{name}_ms']:.2f}" for name in times),
+             *(f"{row[name]:.1f}" for name in ratios))
+            for row in result["rows"]
+        ],
+        caption="round = draw + plan + move. gather: copy the K kept entries of every head instead. "
+        "floor: one plain copy of the moved bytes.",
+    )  # fmt: skip
