@@ -24,7 +24,7 @@ from kvkeep.hf.model import Unsupported
 from kvkeep.policies import Policy, RandomAttention, policies, register, registry
 from kvkeep.signals import RoundView
 from masked import force
-from models import generate, left_pad, prompt, step, tiny
+from models import generate, prompt, step, tiny
 from test_cli import kvkeep as command
 from test_hf_forwards import hooks
 from test_load import make_tokenizer
@@ -367,15 +367,3 @@ def test_somebody_elses_broken_policy(tiny_folder: Path, tmp_path: Path) -> None
     for said in done.stderr.split("ASKED")[1:]:
         assert "error: the policy 'broken' (broken_policy:Broken) cannot be loaded: libsomething.so" in said
         assert "Traceback" not in said
-
-
-def test_a_batch_with_padding_and_objects() -> None:
-    """An object as policy in a padded batch: the registry, the masks and the draws together."""
-    model, batch = tiny("llama"), left_pad([prompt(13), prompt(6)])
-    with evict(model, Mine()) as cache:
-        generate(model, cache, batch["input_ids"], 40, attention_mask=batch["attention_mask"])
-        kept = [cache.kept_positions(i) for i in range(2)]
-    for i, n in enumerate((13, 6)):
-        with evict(model, Mine()) as cache:
-            generate(model, cache, prompt(n), 40)
-            assert torch.equal(cache.kept_positions(), kept[i])

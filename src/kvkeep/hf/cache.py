@@ -131,8 +131,14 @@ class EvictCache(Contract):
                 never evicted. L counts the evicting layers.
             forget: same shape: entries that go first. ``keep`` outranks it.
         """
-        self._rounds.override(keep, forget)
-        self._rounds.masks.check_budget(self.rows)
+        masks = self._rounds.masks
+        before = masks.keep, masks.forget
+        try:
+            self._rounds.override(keep, forget)
+            masks.check_budget(self.rows)
+        except ValueError:
+            masks.put_back(*before)
+            raise
 
     def trace_space(self) -> int | None:
         """Trace tokens the next forward may bring at most; None if there is no limit."""
@@ -248,6 +254,8 @@ class EvictCache(Contract):
                 "the forward did not store its entries in every layer (gradient checkpointing in training mode drops "
                 "the cache): call model.eval(), then reset()"
             )
+        for layer in self.evicting:
+            layer.stored = None  # a step may hold a large mask
         q, self._step, self._moving = self._step.columns, None, False
         self._reader.done(q, self._reading)
         self._columns = self._reader.columns

@@ -32,7 +32,8 @@ class Hooks:
 
         def before(module: nn.Module, args: Any, kwargs: Any = None) -> None:
             owner = reference()
-            self.thread = 0
+            if self.thread == get_ident():  # an earlier forward of this thread failed, or another cache's begins
+                self.thread = 0
             if owner is None or not isinstance(kwargs, dict):
                 return
             given = {**kwargs, **signature.bind_partial(*args).arguments} if args else kwargs

@@ -41,8 +41,12 @@ class Masks:
         Raises:
             ValueError: a mask has another shape or type.
         """
-        self._given = self.keep, self.forget = keep, forget
+        self.put_back(keep, forget)
         self.check_rows(None)
+
+    def put_back(self, keep: Tensor | None, forget: Tensor | None) -> None:
+        """Use masks that were checked before."""
+        self._given = self.keep, self.forget = keep, forget
 
     def check_rows(self, rows: int | None) -> None:
         """Refuse masks that do not fit a batch of ``rows`` rows (None: not known yet)."""

@@ -39,7 +39,8 @@ class Streams:
 
     def select(self, order: Sequence[int]) -> None:
         """Keep these rows, in this order."""
-        if self._samples is None and not self._shared and self._chunks:  # a row keeps its number
+        whole = len(set(order)) == len(order)  # copies of a row are numbered anew
+        if self._samples is None and not self._shared and self._chunks and whole:
             self._samples = self._numbers([self._prompt(i) for i in range(len(self._chunks[0][1]))])
         self._chunks = [(ids[list(order)], [pads[i] for i in order]) for ids, pads in self._chunks]
         if self._samples is not None:

@@ -29,8 +29,11 @@ def register(policy: type[Policy]) -> None:
     """
     if not policy.name:
         raise ValueError(f"{policy.__name__} needs a short name: set its class attribute `name`")
-    if _registered.setdefault(policy.name, policy) is not policy:
-        other = _registered[policy.name]
+    other = _registered.get(policy.name, policy)
+    again = (other.__module__, other.__qualname__) == (policy.__module__, policy.__qualname__)  # a notebook cell
+    if other is policy or again:
+        _registered[policy.name] = policy
+    else:
         raise ValueError(f"{policy.__name__} is called {policy.name!r} like {other.__name__}: give it another name")
 
 
