@@ -1,43 +1,22 @@
-"""Regressions of the cache: foreign attention, masks, interruptions, threads, dropped caches, bytes.
-
-What policies, the engine door and the command line once got wrong is in test_hf_robust2.py.
-"""
+"""Regressions of the cache: interruptions, prompt_length, masks of probes, kept positions."""
 
 from __future__ import annotations
 
 import copy
-import gc
-import threading
-import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache as memoize
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
-    FalconConfig,
-    FalconForCausalLM,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    PreTrainedModel,
-)
 
 import kvkeep
 from kvkeep.hf import rounds
-from kvkeep.hf.model import Unsupported
 from kvkeep.policies import Policy, registry
 from kvkeep.policies.base import PolicyScope
 from kvkeep.signals import POSITIONS, RoundView
-from masked import Rule, check_row, close, force, taped
-from models import CACHE, NO_END, VOCAB, counted, generate, left_pad, prompt, step, tiny
-from test_hf_forwards import hooks
-from test_hf_turns import converse
+from masked import Rule, check_row, close, force
+from models import CACHE, counted, generate, left_pad, prompt, step, tiny
 
 K, R = 24, 4
 
@@ -57,85 +36,6 @@ def bools(positions: list[int], rows: int = 1) -> Tensor:
     mask = torch.zeros(rows, 1, 1, 80, dtype=torch.bool)
     mask[..., positions] = True
     return mask
-
-
-# ---- attention that takes the cache by another name, or in another shape ---------------------------
-
-
-def _sizes(**values: Any) -> dict[str, Any]:
-    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
-    return {**sizes, "max_position_embeddings": 512, "initializer_range": 0.15, **NO_END, **values}
-
-
-def _falcon(**values: Any) -> PreTrainedModel:
-    plain = {"multi_query": False, "new_decoder_architecture": False, "alibi": False}
-    return FalconForCausalLM(FalconConfig(**_sizes(**{**plain, **values})))
-
-
-FOREIGN: dict[str, Callable[[], PreTrainedModel]] = {
-    "gpt-neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**_sizes(intermediate_size=48))),
-    "falcon": _falcon,
-    "falcon-grouped": lambda: _falcon(new_decoder_architecture=True, num_kv_heads=2),
-}
-
-
-@memoize
-def foreign(family: str) -> PreTrainedModel:
-    """A model whose attention is given the cache as ``layer_past=``; the reference finds its attention, too."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = FOREIGN[family]().eval()
-    model.generation_config.do_sample = False
-    layers = model.gpt_neox.layers if family == "gpt-neox" else model.transformer.h
-    attention = [getattr(layer, "attention", None) or layer.self_attention for layer in layers]
-    model.model = SimpleNamespace(layers=[SimpleNamespace(self_attn=module) for module in attention])
-    return model
-
-
-@pytest.mark.parametrize("family", FOREIGN)
-def test_a_padded_batch_where_attention_gets_layer_past(family: str) -> None:
-    """Its masks were lost: the hook looked for the cache among the attention's arguments."""
-    model, rows = foreign(family), [prompt(13), prompt(6)]
-    batch = left_pad(rows)
-    with evict(model, track_positions=True) as cache, taped(model, cache) as frames:
-        found = generate(model, cache, batch["input_ids"], 30, attention_mask=batch["attention_mask"])
-        kept = [cache.kept_positions(i) for i in range(2)]
-    for i, ids in enumerate(rows):
-        n = ids.shape[1]
-        assert check_row(model, frames, found.sequences[i : i + 1, 13 - n :], Rule(K, R, R, share=1), n, i, 13) >= 2
-        with evict(model) as cache:
-            alone = generate(model, cache, ids, 30)
-            assert torch.equal(cache.kept_positions(), kept[i])
-        assert torch.equal(found.sequences[i, 13:], alone.sequences[0, n:])
-        close(torch.stack(found.logits)[:, i], torch.stack(alone.logits)[:, 0])
-
-
-@pytest.mark.parametrize("family", FOREIGN)
-def test_a_second_turn_where_attention_gets_layer_past(family: str) -> None:
-    """A turn lies among older entries, which also needs a mask of its own."""
-    model, rule = foreign(family), Rule(40, R, R, share=1)
-    with evict(model, budget=40, track_positions=True) as cache:
-        frames, ids, turns = converse(model, cache, left_pad([prompt(11)]), [50, 30], [7])
-    assert check_row(model, frames, ids, rule, 11, turns=turns) >= 8
-
-
-def test_a_model_with_other_kv_heads_than_its_configuration_says() -> None:
-    """Falcon's multi-query attention stores one head, its configuration says 4: refused before a token comes out."""
-    model = _falcon(multi_query=True).eval()
-    with counted(model) as forwards:
-        with evict(model) as cache, pytest.raises(Unsupported, match="1 KV heads, the model's configuration says 4"):
-            generate(model, cache, prompt(11), 30)
-        assert not forwards
-
-
-@pytest.mark.parametrize("family", ["bloom", "falcon"])
-def test_alibi_is_refused(family: str) -> None:
-    """ALiBi counts distances in slots, which eviction changes."""
-    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4}
-    model = BloomForCausalLM(BloomConfig(**sizes, **NO_END)) if family == "bloom" else _falcon(alibi=True)
-    with pytest.raises(Unsupported, match=r"ALiBi.*rotary"), evict(model):
-        pass
-    assert hooks(model) == 0
 
 
 # ---- masks of probes ----------------------------------------------------------------------------
@@ -353,167 +253,3 @@ def test_positions_of_rows_that_are_not_there() -> None:
             for row in (-1, 2, 5):
                 with pytest.raises(ValueError, match=f"no row {row}: the cache holds 2 rows"):
                     cache.kept_positions(row)
-
-
-# ---- caches that are dropped, copied or shared between threads --------------------------------------
-
-
-def test_a_dropped_cache_frees_its_entries_at_once() -> None:
-    """Without the garbage collector, which may run long after the memory was needed."""
-    model = tiny("llama")
-    gc.collect()
-    gc.disable()
-    try:
-        cache = kvkeep.Settings.of("random", budget=K, buffer=R).cache(model)
-        for i in range(40):
-            step(model, cache, prompt(9) if i == 0 else prompt(1))
-        entries = [weakref.ref(layer.k) for layer in cache.evicting]
-        assert all(ref() is not None for ref in entries)
-        del cache
-        assert all(ref() is None for ref in entries)
-        assert hooks(model) == 0
-    finally:
-        gc.enable()
-
-
-@pytest.mark.parametrize("where", ["before the decoder", "before attention", "after the decoder"])
-def test_a_cache_dropped_in_the_middle_of_a_forward(where: str) -> None:
-    """torch calls hooks that were just removed once more, without keyword arguments."""
-    model, ids = tiny("llama"), prompt(9)
-    with torch.no_grad():
-        clean = model(ids).logits
-    held = [kvkeep.Settings.of("random", budget=K, buffer=R).cache(model)]
-    step(model, held[0], ids)
-
-    def drop(*args: Any) -> None:
-        held.clear()
-        gc.collect()
-
-    module = model.model.layers[1].self_attn if where == "before attention" else model.base_model
-    register = module.register_forward_hook if where == "after the decoder" else module.register_forward_pre_hook
-    handle = register(drop, prepend=True)
-    try:
-        with torch.no_grad():
-            assert torch.equal(model(ids).logits, clean)
-        assert not held
-    finally:
-        handle.remove()
-    assert hooks(model) == 0
-
-
-def test_caches_that_are_never_closed() -> None:
-    """A loop over requests makes a cache each time; the last one's cycle is collected in the next one's forward."""
-    model, ids, due = tiny("llama"), prompt(9), list[bool]()
-    with evict(model, seed=0) as cache:
-        expected = generate(model, cache, ids, 30).sequences
-
-    def collect(*args: Any) -> None:
-        if due:
-            due.clear()
-            gc.collect()
-
-    handle = model.base_model.register_forward_pre_hook(collect, prepend=True)
-    gc.disable()
-    try:
-        for _ in range(4):
-            cache = kvkeep.Settings.of("random", budget=K, buffer=R).cache(model)
-            cache.friends = [cache]  # a user's cycle
-            due.append(True)
-            assert torch.equal(generate(model, cache, ids, 30).sequences, expected)
-        del cache
-    finally:
-        gc.enable()
-        handle.remove()
-    gc.collect()
-    assert hooks(model) == 0
-
-
-def test_a_cache_cannot_be_copied() -> None:
-    """The copy would share the model's hooks, which know only the original."""
-    model = tiny("llama")
-    with evict(model) as cache:
-        step(model, cache, prompt(9))
-        with pytest.raises(Unsupported, match="cannot be copied"):
-            copy.deepcopy(cache)
-        step(model, cache, prompt(1))  # the original goes on
-
-
-def test_two_threads_on_one_model() -> None:
-    """A padded batch and a single row, in lockstep: each forward is under way while the other's hooks run."""
-    model, batches = tiny("llama"), [left_pad([prompt(13), prompt(6)]), left_pad([prompt(9, seed=1)])]
-
-    def run(batch: dict[str, Tensor]) -> tuple[Any, list[Tensor]]:
-        with evict(model) as cache:
-            found = generate(model, cache, batch["input_ids"], 30, attention_mask=batch["attention_mask"])
-            return found, [cache.kept_positions(i) for i in range(len(batch["input_ids"]))]
-
-    alone, barrier = [run(batch) for batch in batches], threading.Barrier(2, timeout=30)
-    found: dict[int, tuple[Any, list[Tensor]]] = {}
-    errors: list[BaseException] = []
-
-    def work(i: int) -> None:
-        try:
-            found[i] = run(batches[i])
-        except BaseException as error:
-            errors.append(error)
-            barrier.abort()
-
-    def meet(*args: Any) -> None:
-        barrier.wait()
-
-    handles = [layer.register_forward_pre_hook(meet) for layer in model.model.layers]
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        for handle in handles:
-            handle.remove()
-    real = [error for error in errors if not isinstance(error, threading.BrokenBarrierError)]
-    assert not errors, real or errors
-    for i, (expected, kept) in enumerate(alone):
-        assert torch.equal(found[i][0].sequences, expected.sequences)
-        assert all(map(torch.equal, found[i][1], kept))
-        close(torch.stack(found[i][0].logits), torch.stack(expected.logits))
-
-
-# ---- bytes --------------------------------------------------------------------------------------
-
-
-def reachable(cache: Any) -> int:
-    """Bytes of all entries that the cache's layers hold on to, by whatever name (sliding layers count in integers)."""
-    tensors = [t for layer in cache.layers for t in vars(layer).values() if isinstance(t, Tensor)]
-    entries = [t.untyped_storage() for t in tensors if t.is_floating_point()]
-    return sum({s.data_ptr(): s.nbytes() for s in entries}.values())
-
-
-@pytest.mark.parametrize("policy", ["random", "full"])
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_bytes_are_those_of_everything_that_is_held(family: str, policy: str) -> None:
-    """A padded prefill hands attention a copy, which must be neither kept nor left out of the count."""
-    model, batch = tiny(family), left_pad([prompt(19), prompt(7)])
-    values: dict[str, Any] = {} if policy == "full" else {"budget": K, "buffer": R, "track_positions": True}
-    with kvkeep.evict(model, policy, **values) as cache:
-        positions = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
-        step(model, cache, batch["input_ids"], attention_mask=batch["attention_mask"], position_ids=positions)
-        assert cache.nbytes() == cache.stats()["bytes"]["entries"] == reachable(cache) > 0
-        cache.reset()
-        generate(model, cache, batch["input_ids"], 20, attention_mask=batch["attention_mask"])
-        found, store = cache.stats()["bytes"], cache._rounds.store
-        assert cache.nbytes() == found["entries"] == reachable(cache)
-        assert found["positions"] == (0 if store is None else store.data.untyped_storage().nbytes())
-        assert (policy == "full") == (found["positions"] == 0)
-        assert found["now"] == found["entries"] + found["positions"] + found["policy"] <= found["peak"]
-
-
-def test_slack_of_the_full_cache() -> None:
-    """What every method is measured against must not be made to look large: 1/16 and 128 slots at most."""
-    model, ids = tiny("llama"), prompt(500)
-    with kvkeep.evict(model, "full") as cache:
-        for first, end in [(0, 300), *((t, t + 1) for t in range(300, 440)), (440, 500)]:
-            with cache.as_trace() if first else cache.as_prompt():
-                step(model, cache, ids[:, first:end])
-            slot = 2 * 3 * 2 * 8 * 4  # keys and values of 3 layers, 2 heads, 8 float32
-            assert end * slot <= cache.nbytes() <= (end * 17 / 16 + 128) * slot
