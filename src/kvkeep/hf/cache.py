@@ -81,7 +81,8 @@ class EvictCache(Contract):
         self._padded = False
         self._peak = 0
         self._mode: Any = None
-        self._marked = False
+        self._asked = False  # get_seq_length() was called since the last forward
+        self._marked = False  # generate took over the cache since the last forward
         self._streams = Streams(self._samples)
         self._rounds.begin_request()
 
@@ -97,6 +98,9 @@ class EvictCache(Contract):
         if samples is not None:
             self._samples = list(samples)
         super().reset()
+        for layer in self.layers:  # older transformers keep a sliding layer's tensors, filled with zeros
+            layer.keys = layer.values = None
+            layer.is_initialized = False
         self._begin_request()
 
     def close(self) -> None:
@@ -206,7 +210,7 @@ class EvictCache(Contract):
         if batch != len(self.rows):
             raise ValueError(f"the cache holds {len(self.rows)} rows and got a forward of {batch}: call reset() first")
         assert self._reader is not None
-        self._reader.mode, self._reader.marked = self._mode, self._marked
+        self._reader.mode, self._reader.asked_length, self._reader.marked = self._mode, self._asked, self._marked
         reading = self._reader.read(q, mask, positions)
         if reading.turn:
             self._refuse_repeats(positions)
@@ -222,14 +226,13 @@ class EvictCache(Contract):
             raise
         if reading.prompt and not self._reader.in_trace and ids is not None:
             self._streams.add(ids[:, : reading.prompt], [min(p, reading.prompt) for p in reading.pads])
-        self._step, self._reading, self._marked = step, reading, False
+        self._step, self._reading = step, reading
+        self._asked = self._marked = False
 
     def _start(self, batch: int, device: torch.device) -> None:
         unit = self.policy.slots_per_unit
         self.rows = [Row.new(self.budget, self.settings.protection, unit) for _ in range(batch)]
-        asked = self._reader is not None and self._reader.asked_length
         self._reader = Reader(batch, self.prompt_length)
-        self._reader.asked_length = asked
         self._streams = Streams(self._samples)
         self._streams.check(batch)
         self._rounds.begin(batch, device)

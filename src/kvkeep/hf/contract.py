@@ -28,12 +28,13 @@ class Contract(Cache):
     _streams: Streams
     _step: Step | None
     _columns: int
+    _asked: bool
     _marked: bool
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns seen so far, padding included: what the next token's position is counted from."""
-        if self._step is None and self._reader is not None:
-            self._reader.asked_length = True
+        if self._step is None:
+            self._asked = True
         return self._columns
 
     @property

@@ -79,7 +79,7 @@ class Reader:
         pads = self._pads(q, mask)
         prompt, turn = self._prompt_columns(q)
         known = max(self._announced, self.prompt_length or 0)
-        ends = prompt < q or (self.columns + q >= known and (self.marked or known > 0))
+        ends = prompt < q or (self.columns + q >= known and (self._from_generate(q) or known > 0))
         if ends and not self.in_trace and 0 in [r + prompt - p for r, p in zip(self._real, pads, strict=True)]:
             raise ValueError("a row of the batch has an empty prompt: every row needs at least one token")
         if turn and any(pads):
@@ -98,7 +98,6 @@ class Reader:
             self._real = [r + q - p for r, p in zip(self._real, reading.pads, strict=True)]
         if reading.prompt < q:
             self.in_trace = True
-        self.asked_length = self.marked = False
 
     def _prompt_columns(self, q: int) -> tuple[int, bool]:
         turn = self.in_trace
@@ -127,13 +126,17 @@ class Reader:
         It hands each chunk a slice of the whole prompt's position ids, whose row stride is the
         prompt's length. Without this, a last chunk of one token would look like the first of the trace.
         """
-        from_generate = self.marked or (not _GENERATE_MARKS and self.asked_length and q > 1)
-        if not from_generate or positions is None or positions.dim() != 2 or positions.stride(1) != 1:
+        if not self._from_generate(q) or positions is None or positions.dim() != 2 or positions.stride(1) != 1:
             return
         full = positions.stride(0)
         whole = positions.untyped_storage().nbytes() // positions.element_size()
         if positions.storage_offset() == self.columns and self.columns + q < full and whole % full == 0:
             self._announced = full
+
+    def _from_generate(self, q: int) -> bool:
+        """Whether ``generate`` has just begun a prefill."""
+        asked = self.asked_length and (q > 1 or self.columns == 0)
+        return self.marked or (asked and not _GENERATE_MARKS)
 
     def _pads(self, q: int, mask: Tensor | None) -> list[int]:
         if mask is not None and mask.dim() != 2:
