@@ -14,30 +14,10 @@ from torch import Tensor
 
 import kvkeep
 from kvkeep.hf.model import Unsupported
-from kvkeep.policies import registry
 from masked import close
 from models import generate, left_pad, prompt, step, tiny
+from small import K, R, evict
 from test_hf_forwards import hooks
-
-K, R = 24, 4
-
-
-@pytest.fixture(autouse=True)
-def _own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Policies of these tests are known only while they run."""
-    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
-
-
-def evict(model: Any, policy: Any = "random", **values: Any) -> Any:
-    return kvkeep.evict(model, policy, **{"budget": K, "buffer": R, "seed": 7, **values})
-
-
-def bools(positions: list[int], rows: int = 1) -> Tensor:
-    """A mask [rows, 1, 1, T] that is True at ``positions``."""
-    mask = torch.zeros(rows, 1, 1, 80, dtype=torch.bool)
-    mask[..., positions] = True
-    return mask
-
 
 # ---- caches that are dropped, copied or shared between threads --------------------------------------
 

@@ -21,7 +21,7 @@ from kvkeep.engine import Sampling
 from kvkeep.hf import load as load_module
 from kvkeep.hf.engine import HFEngine
 from kvkeep.hf.model import Unsupported
-from kvkeep.policies import Policy, RandomAttention, policies, register, registry
+from kvkeep.policies import Policy, RandomAttention, policies, register
 from kvkeep.signals import RoundView
 from masked import force
 from models import generate, prompt, step, tiny
@@ -32,12 +32,6 @@ from test_load import tiny as tiny_folder  # noqa: F401 - a fixture
 
 K, R = 24, 4
 RANDOM = Settings("random", budget=K, buffer=R)
-
-
-@pytest.fixture(autouse=True)
-def _own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Policies of these tests are known only while they run."""
-    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
 
 
 def evict(model: Any, policy: Any = "random", **values: Any) -> Any:

@@ -10,33 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-import kvkeep
 from kvkeep.hf import rounds
-from kvkeep.policies import Policy, registry
+from kvkeep.policies import Policy
 from kvkeep.policies.base import PolicyScope
 from kvkeep.signals import POSITIONS, RoundView
 from masked import Rule, check_row, close, force
 from models import CACHE, counted, generate, left_pad, prompt, step, tiny
-
-K, R = 24, 4
-
-
-@pytest.fixture(autouse=True)
-def _own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Policies of these tests are known only while they run."""
-    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
-
-
-def evict(model: Any, policy: Any = "random", **values: Any) -> Any:
-    return kvkeep.evict(model, policy, **{"budget": K, "buffer": R, "seed": 7, **values})
-
-
-def bools(positions: list[int], rows: int = 1) -> Tensor:
-    """A mask [rows, 1, 1, T] that is True at ``positions``."""
-    mask = torch.zeros(rows, 1, 1, 80, dtype=torch.bool)
-    mask[..., positions] = True
-    return mask
-
+from small import K, R, bools, evict
 
 # ---- masks of probes ----------------------------------------------------------------------------
 
