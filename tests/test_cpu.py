@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeep import cpu, draws
+from kvkeep import cpu, draws, positions
 from kvkeep.layout import Round
 from kvkeep.plan import plan
 
@@ -56,3 +56,20 @@ def test_the_short_cut_plans_the_same_moves(
     whole = plan(keys, events)
     assert torch.equal(short.src, whole.src)
     assert torch.equal(short.dst, whole.dst)
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 16), (torch.float32, 3), (torch.float16, 5)])
+@pytest.mark.parametrize("run", [True, False])
+def test_entries_move_alike_in_numpy_and_torch(dtype: torch.dtype, width: int, run: bool) -> None:
+    """Also entries of odd sizes; the torch code is what a GPU runs."""
+    entries = torch.randn(2, 3, 12, width, generator=torch.Generator().manual_seed(0)).to(dtype)
+    first = torch.arange(6).view(6, 1) * 12
+    target = (first + torch.tensor([[1, 5], [2, 5], [3, 5]] * 2)).view(-1)
+    source = slice(10, 12) if run else (first + torch.tensor([10, 11])).view(-1)
+    expected = entries.clone().view(72, width)
+    for s, t in zip((first + torch.tensor([10, 11])).view(-1).tolist(), target.tolist(), strict=True):
+        expected[t] = entries.view(72, width)[s]
+    for move in (positions._move_numpy, positions._move_torch):
+        moved = entries.clone()
+        move(moved, source, target)
+        assert torch.equal(moved.view(72, width), expected)

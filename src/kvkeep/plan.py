@@ -90,12 +90,12 @@ def eviction_order(keys: Tensor, candidates: Sequence[int], overrides: Overrides
     ranks = torch.arange(width, device=keys.device)
     order = (sortable(keys) << _RANK_BITS) + ranks
     if overrides is not None and forced:
-        rank_of = torch.zeros_like(order)
+        classes = torch.zeros_like(order)
         if overrides.forget is not None:
-            rank_of = torch.where(overrides.forget, -_CLASS, rank_of)
+            classes = torch.where(overrides.forget, -_CLASS, classes)
         if overrides.keep is not None:
-            rank_of = torch.where(overrides.keep, _CLASS, rank_of)
-        order = order + rank_of
+            classes = torch.where(overrides.keep, _CLASS, classes)
+        order = order + classes
     return torch.where(ranks < _column(candidates, keys.device), order, 2 * _CLASS + ranks)
 
 

@@ -99,32 +99,26 @@ def move_entries(
         before: windows that move first, from :func:`windows`.
         after: windows that move last.
     """
-    entry_bytes = tensor.shape[-1] * tensor.element_size()
-    if tensor.device.type == "cpu":
-        # numpy copies an entry with one memcpy, torch element by element, which takes twice as long.
-        slots: NDArray[np.void] = tensor.view(torch.uint8).numpy().view(f"V{entry_bytes}")[..., 0]  # [B, H, S]
-        entries = slots.reshape(-1)
-        for row, e in before:
-            slots[row, :, e.window_to : e.window_to + e.window] = slots[
-                row, :, e.window_from : e.window_from + e.window
-            ]
-        moved = slots[:, :, source].reshape(-1) if isinstance(source, slice) else entries.take(source.numpy())
-        entries[target.numpy()] = moved
-        for row, e in after:
-            slots[row, :, e.window_to : e.window_to + e.window] = slots[
-                row, :, e.window_from : e.window_from + e.window
-            ]
-        return
     copy_windows(tensor, before)
-    flat = tensor.view(-1, tensor.shape[-1])
-    if entry_bytes % 8 == 0:  # fewer and wider elements
-        flat = flat.view(torch.int64)
-    if isinstance(source, slice):
-        moving = tensor[:, :, source].reshape(-1, tensor.shape[-1])
-        flat.index_copy_(0, target, moving.view(torch.int64) if entry_bytes % 8 == 0 else moving)
-    else:
-        flat.index_copy_(0, target, flat.index_select(0, source))
+    (_move_numpy if tensor.device.type == "cpu" else _move_torch)(tensor, source, target)
     copy_windows(tensor, after)
+
+
+def _move_numpy(tensor: Tensor, source: Tensor | slice, target: Tensor) -> None:
+    """numpy copies an entry with one memcpy, torch element by element, which takes twice as long."""
+    entry_bytes = tensor.shape[-1] * tensor.element_size()
+    slots: NDArray[np.void] = tensor.view(torch.uint8).numpy().view(f"V{entry_bytes}")[..., 0]  # [B, H, S]
+    entries = slots.reshape(-1)
+    moved = slots[:, :, source].reshape(-1) if isinstance(source, slice) else entries.take(source.numpy())
+    entries[target.numpy()] = moved
+
+
+def _move_torch(tensor: Tensor, source: Tensor | slice, target: Tensor) -> None:
+    flat = tensor.view(-1, tensor.shape[-1])
+    if tensor.shape[-1] * tensor.element_size() % 8 == 0:  # fewer and wider elements
+        flat = flat.view(torch.int64)
+    moving = flat.view(*tensor.shape[:3], -1)[:, :, source] if isinstance(source, slice) else flat[source]
+    flat.index_copy_(0, target, moving.reshape(len(target), -1))
 
 
 class PositionStore:

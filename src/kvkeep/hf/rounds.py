@@ -275,9 +275,8 @@ class Rounds:
         store, at = self.store, row
         if store is None:
             store, at = self._replay(row, state, streams), 0
-        with torch.inference_mode():  # in which forwards may have made the store
-            store.resize(max(store.data.shape[-1], state.cached))
-            store.fill(at, state.cached, state.seen)
+        store.resize(max(store.data.shape[-1], state.cached))
+        store.fill(at, state.cached, state.seen)
         kept = store.data[at, :, :, : state.cached].to("cpu")
         return kept.sort(dim=-1).values.expand(len(self.layers), self.info.heads, -1)
 
