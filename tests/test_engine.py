@@ -71,10 +71,13 @@ def test_forcing_equals_generating() -> None:
     """Greedy tokens, forced, have the highest log-probability at every step, rounds included."""
     sample = engine().generate([ids(8)], [0], Sampling(max_new_tokens=60, ignore_end=True))[0]
     forced = engine().force([ids(8)], [sample.tokens])[0]
-    assert forced.shape == (60,)
+    assert forced.logprobs.shape == (60,)
+    assert forced.logprobs.dtype == torch.float32
+    assert bool(forced.greedy.all())
     step_by_step = _one_token_at_a_time(ids(8), sample.tokens)
-    assert torch.allclose(forced, step_by_step, atol=1e-5)
-    assert not torch.allclose(forced, engine(Settings("full")).force([ids(8)], [sample.tokens])[0], atol=1e-3)
+    assert torch.allclose(forced.logprobs, step_by_step, atol=1e-5)
+    full = engine(Settings("full")).force([ids(8)], [sample.tokens])[0]
+    assert not torch.allclose(forced.logprobs, full.logprobs, atol=1e-3)
 
 
 def _one_token_at_a_time(start: list[int], trace: list[int]) -> torch.Tensor:

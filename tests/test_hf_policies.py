@@ -258,7 +258,9 @@ def test_the_global_generator_is_left_alone(temperature: float) -> None:
 def test_forcing_takes_sample_numbers() -> None:
     """The trace of sample 3 must be scored under the draws that made it."""
     prompts, traces = [ids(8), ids(8)], [ids(60, seed=1)] * 2
-    plain, other = engine().force(prompts, traces), engine().force(prompts, traces, samples=[3, 0])
+    plain, other = (
+        [forced.logprobs for forced in engine().force(prompts, traces, samples=numbers)] for numbers in (None, [3, 0])
+    )
     assert torch.equal(plain[0], plain[1])
     assert torch.equal(plain[0], other[1])
     assert torch.equal(plain[0][:20], other[0][:20])  # before the first round

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from .settings import Settings
 
 
 @dataclass(frozen=True)
@@ -41,9 +44,12 @@ class Sample:
     """One generated trace.
 
     Attributes:
-        text: the trace as text, special tokens left out.
-        tokens: ids of the trace, without the prompt and without padding.
-        stats: what it cost: see :meth:`kvkeep.hf.cache.EvictCache.stats`.
+        text: what was generated as text, special tokens left out.
+        tokens: ids that were generated, without the prompt, without a forced beginning and without padding.
+        stats: what it cost, see :meth:`kvkeep.hf.cache.EvictCache.stats`, as it stood at the end of this trace (a
+            batch goes on until its last row ends). Besides ``mean_entries`` and ``peak_entries``, what a KV head of an
+            evicting layer held, and ``mean_bytes`` and ``peak_bytes``, allocated bytes of the batch divided by its
+            rows: mean and maximum over the forwards of this trace, the prompt's among them.
     """
 
     text: str
@@ -51,17 +57,95 @@ class Sample:
     stats: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Forced:
+    """What a model says of a trace it was forced to take.
+
+    Attributes:
+        logprobs: float32 [T], log-probability of each of its tokens.
+        greedy: bool [T], whether the token is the most probable one.
+        rounds: int32 [T], rounds that had run when the token was predicted.
+        stats: what it cost, as in :class:`Sample`.
+    """
+
+    logprobs: Tensor
+    greedy: Tensor
+    rounds: Tensor
+    stats: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Predictions of some consecutive tokens of forced traces.
+
+    Attributes:
+        start: index in the trace of the first token that is predicted.
+        logprobs: float32 [R, t, V], log-probabilities of what token ``start + i`` of each row could be, on the
+            model's device.
+    """
+
+    start: int
+    logprobs: Tensor
+
+
+class Forcing(Protocol):
+    """Teacher forcing under way: an iterator of chunks, which holds a cache until it ends or is closed."""
+
+    def __iter__(self) -> Forcing: ...
+
+    def __next__(self) -> Chunk: ...
+
+    def stats(self) -> list[dict[str, Any]]:
+        """What each row cost, as in :class:`Sample`. RuntimeError before the last chunk was taken."""
+        ...
+
+    def rounds(self) -> Tensor:
+        """int32 [R, T], rounds that had run when each token was predicted. RuntimeError before the end."""
+        ...
+
+    def close(self) -> None:
+        """Give the cache back before the end. May be called at any time, and again."""
+        ...
+
+
 @runtime_checkable
 class Engine(Protocol):
-    """What runs a model under a policy."""
+    """What runs a model under a policy.
 
-    def generate(self, prompts: Sequence[Sequence[int]], samples: Sequence[int], sampling: Sampling) -> list[Sample]:
+    Attributes:
+        settings: the policy, its budget, protection and seed.
+        kv_shape: (L, H), evicting layers of the model and KV heads of each: the shape of ``keep`` and ``forget``.
+        context: tokens the model was made for, prompt and trace together; None if it does not say.
+    """
+
+    @property
+    def settings(self) -> Settings: ...
+
+    @property
+    def kv_shape(self) -> tuple[int, int]: ...
+
+    @property
+    def context(self) -> int | None: ...
+
+    def with_settings(self, settings: Settings) -> Engine:
+        """The same model under other settings: ``engine.with_settings(Settings("full"))`` is its full cache."""
+        ...
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        samples: Sequence[int],
+        sampling: Sampling,
+        forced: Sequence[Sequence[int]] | None = None,
+    ) -> list[Sample]:
         """Generate one trace for each prompt.
 
         Args:
             prompts: token ids, one sequence a request, without padding.
             samples: sample number of each request; equal prompts need different ones.
             sampling: how tokens are chosen.
+            forced: what each trace is forced to begin with; prompts and beginnings of a batch must be of equal
+                lengths. It is trace like what follows it: a policy may evict it.
         """
         ...
 
@@ -70,15 +154,34 @@ class Engine(Protocol):
         prompts: Sequence[Sequence[int]],
         continuations: Sequence[Sequence[int]],
         samples: Sequence[int] | None = None,
-    ) -> list[Tensor]:
+        *,
+        keep: Tensor | None = None,
+        forget: Tensor | None = None,
+    ) -> list[Forced]:
         """Log-probability of given traces under the policy (teacher forcing).
 
         Args:
-            prompts: token ids, one sequence a request.
+            prompts: token ids, one sequence a request, of any lengths.
             continuations: the trace each request is forced to take.
             samples: sample number of each request; 0 by default.
+            keep: bool [R, L, H, T] over prompt and continuation, any axis but the last may be 1: entries that are
+                never evicted.
+            forget: same shape: entries that go first. ``keep`` outranks it.
+        """
+        ...
 
-        Returns:
-            float32 [T] a request: log-probability of each token of its continuation.
+    def logits(
+        self,
+        prompts: Sequence[Sequence[int]],
+        continuations: Sequence[Sequence[int]],
+        samples: Sequence[int] | None = None,
+        *,
+        keep: Tensor | None = None,
+        forget: Tensor | None = None,
+    ) -> Forcing:
+        """The same for one batch of equal lengths, with whole distributions, chunk by chunk.
+
+        Chunks follow each other without gaps from token 0 to the last; how many tokens they have is the engine's
+        choice and differs between policies. Several forcings may be under way at once.
         """
         ...

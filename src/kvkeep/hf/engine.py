@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-import transformers
-from packaging.version import Version
 from torch import Tensor
 from transformers import (
     GenerationConfig,
@@ -19,12 +17,14 @@ from transformers import (
 )
 
 from ..draws import stream_of
-from ..engine import Sample, Sampling
+from ..engine import Forced, Sample, Sampling
 from ..settings import Settings
 from .cache import EvictCache
+from .force import CACHE_ARGUMENT, HFForcing, as_batch, collect, feed
+from .meter import Meter
+from .model import examine
 
-#: Name under which the installed transformers takes a cache.
-CACHE_ARGUMENT = "cache" if Version(transformers.__version__) >= Version("5.24.0") else "past_key_values"
+_ROWS = 64  # of a batch that `force` puts together
 
 
 class HFEngine:
@@ -39,11 +39,27 @@ class HFEngine:
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: Settings) -> None:
         self.model, self.tokenizer, self.settings = model, tokenizer, settings
 
+    @property
+    def kv_shape(self) -> tuple[int, int]:
+        """See :class:`kvkeep.engine.Engine`."""
+        info = examine(self.model)
+        return len(info.evicting), info.heads
+
+    @property
+    def context(self) -> int | None:
+        """See :class:`kvkeep.engine.Engine`."""
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+
+    def with_settings(self, settings: Settings) -> HFEngine:
+        """See :meth:`kvkeep.engine.Engine.with_settings`."""
+        return HFEngine(self.model, self.tokenizer, settings)
+
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
         samples: Sequence[int],
         sampling: Sampling,
+        forced: Sequence[Sequence[int]] | None = None,
         *,
         streamer: Any = None,
         on_token: Callable[[EvictCache], None] | None = None,
@@ -54,31 +70,51 @@ class HFEngine:
             prompts: token ids, one sequence a request.
             samples: sample number of each request.
             sampling: how tokens are chosen.
+            forced: what each trace is forced to begin with.
             streamer: a transformers streamer, for a single request.
             on_token: called with the cache after each token.
         """
         if len(prompts) != len(samples):
             raise ValueError(f"{len(prompts)} prompts need as many sample numbers, got {len(samples)}")
         ids, mask = self._batch(prompts)
+        traces = None if forced is None else self._traces(prompts, forced)
         ends = self._end_tokens()
         processors = LogitsProcessorList()
         if sampling.ignore_end and ends:
             processors.append(SuppressTokensLogitsProcessor(ends, device=str(self.model.device)))
         cache = self.settings.cache(self.model, samples)
+        meter = Meter(cache)
         try:
             with torch.no_grad(), self._seeded(sampling, samples), self._only(self._config(sampling, ends)):
-                out = self.model.generate(
-                    ids,
-                    attention_mask=mask,
-                    logits_processor=processors,
-                    stopping_criteria=None if on_token is None else [_Watcher(cache, on_token)],
-                    streamer=streamer,
-                    **{CACHE_ARGUMENT: cache},
-                )
-            stats = cache.stats()
+                if traces is not None:
+                    for _ in feed(self.model, cache, meter, ids, traces, last_only=True):
+                        pass
+                    ids = torch.cat([ids, traces], dim=1)  # generate feeds what the cache has not seen: the last token
+                    mask = torch.ones_like(ids)
+                with nullcontext() if traces is None else cache.as_trace():
+                    out = self.model.generate(
+                        ids,
+                        attention_mask=mask,
+                        logits_processor=processors,
+                        stopping_criteria=[_Watcher(cache, meter, on_token)],
+                        streamer=streamer,
+                        **{CACHE_ARGUMENT: cache},
+                    )
+            kept = [_until_end(row, ends) for row in out[:, ids.shape[1] :].tolist()]
+            begun = 0 if traces is None else traces.shape[1]
+            stats = meter.stats([begun + len(tokens) for tokens in kept])
         finally:
             cache.close()
-        return [self._sample(row, ends, _of_row(stats, i)) for i, row in enumerate(out[:, ids.shape[1] :].tolist())]
+        return [
+            Sample(self.tokenizer.decode(tokens, skip_special_tokens=True), tokens, mine)
+            for tokens, mine in zip(kept, stats, strict=True)
+        ]
+
+    def _traces(self, prompts: Sequence[Sequence[int]], forced: Sequence[Sequence[int]]) -> Tensor:
+        if len(forced) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts need as many forced beginnings, got {len(forced)}")
+        as_batch(prompts, "prompt", self.model.device)  # refuses unequal lengths
+        return as_batch(forced, "trace", self.model.device)
 
     @contextmanager
     def _seeded(self, sampling: Sampling, samples: Sequence[int]) -> Iterator[None]:
@@ -104,45 +140,68 @@ class HFEngine:
         prompts: Sequence[Sequence[int]],
         continuations: Sequence[Sequence[int]],
         samples: Sequence[int] | None = None,
-    ) -> list[Tensor]:
-        """Log-probability of given traces, float32 [T] each. See :meth:`kvkeep.engine.Engine.force`.
+        *,
+        keep: Tensor | None = None,
+        forget: Tensor | None = None,
+    ) -> list[Forced]:
+        """Log-probabilities of given traces, in the order asked. See :meth:`kvkeep.engine.Engine.force`.
 
-        The trace is fed in chunks that end where a round is due, so the result is that of feeding
-        it token by token.
+        Requests of equal lengths run together, up to 64 at a time.
         """
+        numbers = self._check_forced(prompts, continuations, samples)
+        for mask in (keep, forget):
+            if mask is not None and mask.shape[0] not in (1, len(prompts)):
+                raise ValueError(f"keep and forget have a row for each of the {len(prompts)} requests, or a single one")
+        alike: dict[tuple[int, int], list[int]] = {}
+        for i, (prompt, trace) in enumerate(zip(prompts, continuations, strict=True)):
+            alike.setdefault((len(prompt), len(trace)), []).append(i)
+        found: dict[int, Forced] = {}
+        for rows in (r[i : i + _ROWS] for r in alike.values() for i in range(0, len(r), _ROWS)):
+            traces = [continuations[i] for i in rows]
+            kept, forgot = (m if m is None or m.shape[0] == 1 else m[rows] for m in (keep, forget))
+            forcing = self.logits(
+                [prompts[i] for i in rows], traces, [numbers[i] for i in rows], keep=kept, forget=forgot
+            )
+            found.update(zip(rows, collect(forcing, as_batch(traces, "continuation", self.model.device)), strict=True))
+        return [found[i] for i in range(len(prompts))]
+
+    def logits(
+        self,
+        prompts: Sequence[Sequence[int]],
+        continuations: Sequence[Sequence[int]],
+        samples: Sequence[int] | None = None,
+        *,
+        keep: Tensor | None = None,
+        forget: Tensor | None = None,
+    ) -> HFForcing:
+        """Distributions along given traces, chunk by chunk. See :meth:`kvkeep.engine.Engine.logits`.
+
+        A chunk ends where a round is due, so the result is that of feeding token by token, and holds at most 512
+        tokens and 128 MiB.
+        """
+        numbers = self._check_forced(prompts, continuations, samples)
+        ids = as_batch(prompts, "prompt", self.model.device)
+        traces = as_batch(continuations, "continuation", self.model.device)
+        whole = ids.shape[1] + traces.shape[1]
+        if self.context is not None and whole > self.context:
+            raise ValueError(f"{whole} tokens are more than the {self.context} this model was made for")
+        cache = self.settings.cache(self.model, numbers)
+        try:
+            if keep is not None or forget is not None:
+                cache.override(keep, forget)
+            return HFForcing(self.model, cache, ids, traces)
+        except BaseException:
+            cache.close()
+            raise
+
+    @staticmethod
+    def _check_forced(prompts: Sequence[Any], continuations: Sequence[Any], samples: Sequence[int] | None) -> list[int]:
+        """Sample numbers, 0 by default, one a request."""
         if len(prompts) != len(continuations):
             raise ValueError(f"{len(prompts)} prompts need as many continuations, got {len(continuations)}")
-        numbers = [0] * len(prompts) if samples is None else samples
-        return [self._force(p, c, n) for p, c, n in zip(prompts, continuations, numbers, strict=True)]
-
-    def _force(self, prompt: Sequence[int], continuation: Sequence[int], sample: int) -> Tensor:
-        if not prompt or not continuation:
-            raise ValueError("teacher forcing needs a prompt and a continuation of at least one token each")
-        device = self.model.device
-        trace = torch.tensor([list(continuation)], device=device)
-        cache = self.settings.cache(self.model, [sample])
-        found: list[Tensor] = []
-        try:
-            with torch.no_grad():
-                logits = self._forward(torch.tensor([list(prompt)], device=device), cache)[:, -1:]
-                done = 0
-                while True:
-                    found.append(logits.float().log_softmax(-1))
-                    if done >= trace.shape[1] - 1:
-                        break
-                    space = cache.trace_space()
-                    size = min(trace.shape[1] - 1 - done, space or _CHUNK, _CHUNK)
-                    with cache.as_trace():
-                        logits = self._forward(trace[:, done : done + size], cache)
-                    done += size
-        finally:
-            cache.close()
-        scores = torch.cat(found, dim=1)
-        return scores.gather(-1, trace.unsqueeze(-1))[0, :, 0].cpu()
-
-    def _forward(self, ids: Tensor, cache: EvictCache) -> Tensor:
-        logits: Tensor = self.model(ids, use_cache=True, **{CACHE_ARGUMENT: cache}).logits
-        return logits
+        if samples is not None and len(samples) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts need as many sample numbers, got {len(samples)}")
+        return [0] * len(prompts) if samples is None else list(samples)
 
     def _batch(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         if not prompts or any(len(p) == 0 for p in prompts):
@@ -177,27 +236,24 @@ class HFEngine:
                 return int(token)
         return 0  # masked, so any id will do
 
-    def _sample(self, tokens: list[int], ends: list[int], stats: dict[str, Any]) -> Sample:
-        stop = next((i for i, token in enumerate(tokens) if token in ends), None)
-        kept = tokens if stop is None else tokens[: stop + 1]
-        return Sample(self.tokenizer.decode(kept, skip_special_tokens=True), kept, stats)
 
-
-_CHUNK = 512  # tokens a teacher-forced forward brings at most, which bounds its logits
-
-
-def _of_row(stats: dict[str, Any], row: int) -> dict[str, Any]:
-    """One row's share of a batch's stats; bytes stay those of the whole batch."""
-    mine = {k: v[row] if isinstance(v, list) else v for k, v in stats.items()}
-    return {**mine, "batch": len(stats["seen"])}
+def _until_end(tokens: list[int], ends: list[int]) -> list[int]:
+    """A row's own tokens: what follows its end token is padding."""
+    stop = next((i for i, token in enumerate(tokens) if token in ends), None)
+    return tokens if stop is None else tokens[: stop + 1]
 
 
 class _Watcher:
-    """A stopping criterion that never stops: the one place `generate` calls after each token."""
+    """A stopping criterion that never stops: the one place `generate` calls after each forward."""
 
-    def __init__(self, cache: EvictCache, on_token: Callable[[EvictCache], None]) -> None:
-        self.cache, self.on_token = cache, on_token
+    def __init__(self, cache: EvictCache, meter: Meter, on_token: Callable[[EvictCache], None] | None) -> None:
+        self.cache, self.meter, self.on_token = cache, meter, on_token
+        self._go: Tensor | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
-        self.on_token(self.cache)
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+        self.meter.note()
+        if self.on_token is not None:
+            self.on_token(self.cache)
+        if self._go is None:
+            self._go = torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+        return self._go
