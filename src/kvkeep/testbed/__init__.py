@@ -1,0 +1,1 @@
+"""Abacus: a tiny reasoning model, its tasks and its training."""
