@@ -135,7 +135,7 @@ def test_a_signal_nobody_knows() -> None:
 
     model = tiny("llama")
     with (
-        pytest.raises(Unsupported, match="'clairvoyant' asks for future; known are positions"),
+        pytest.raises(Unsupported, match="'clairvoyant' asks for future; known are keys, positions, queries"),
         evict(model, Clairvoyant()),
     ):
         pass

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..layout import Round, Row
 from ..settings import Settings
-from ..signals import KNOWN
+from ..signals import QUERIES
 from .contract import Contract
 from .hooks import Hooks
 from .layer import EvictingLayer
-from .model import Unsupported, examine, refuse_attention
-from .reader import Reader, Reading
+from .model import Unsupported, examine, refuse_attention, refuse_signals
+from .reader import Reader, Reading, refuse_repeats
 from .rounds import Rounds
 from .stats import allocated, describe
 from .step import Step
-from .steps import prompt_step, trace_step, turn_step
+from .steps import prompt_step, too_long, trace_step, turn_step
 from .streams import Streams
 
 if TYPE_CHECKING:
@@ -52,10 +52,7 @@ class EvictCache(Contract):
         self.policy = settings.make_policy()
         self.budget = settings.make_budget()
         self.prompt_length: int | None = None
-        if unknown := sorted(self.policy.signals - KNOWN):
-            raise Unsupported(
-                f"policy {self.policy.name!r} asks for {', '.join(unknown)}; known are {', '.join(KNOWN)}"
-            )
+        refuse_signals(self.policy)
         self.info = examine(model)
         if self.budget is not None:
             self.policy.check(self.info.heads, self.budget)
@@ -69,7 +66,7 @@ class EvictCache(Contract):
         self._rounds = Rounds(self.policy, settings, self.info, self.evicting)
         self._samples = samples
         self._begin_request()
-        self._hooks = Hooks(self, self.info)
+        self._hooks = Hooks(self, self.info, tapped=QUERIES in self.policy.signals)
 
     def _begin_request(self) -> None:
         self.rows: list[Row] = []
@@ -107,17 +104,13 @@ class EvictCache(Contract):
         """Take the hooks off the model. The cache cannot be used any more."""
         self._hooks.remove()
 
-    @contextmanager
-    def as_prompt(self) -> Iterator[None]:
+    def as_prompt(self) -> AbstractContextManager[None]:
         """Forwards inside are prompt, whatever their size: a new turn, or a last chunk of one token."""
-        with self._as("prompt"):
-            yield
+        return self._as("prompt")
 
-    @contextmanager
-    def as_trace(self) -> Iterator[None]:
+    def as_trace(self) -> AbstractContextManager[None]:
         """Forwards inside are trace, whatever their size: teacher forcing in chunks."""
-        with self._as("trace"):
-            yield
+        return self._as("trace")
 
     @contextmanager
     def _as(self, mode: str) -> Iterator[None]:
@@ -170,13 +163,13 @@ class EvictCache(Contract):
             (their sum).
         """
         self._note_peak()
-        found = describe(self, self._rounds.positions_nbytes, self._rounds.plans_nbytes, self._peak)
+        found = describe(self, self._rounds.positions_nbytes, self._rounds.state_nbytes, self._peak)
         if positions:
             found["kept_positions"] = [self.kept_positions(row) for row in range(len(self.rows))]
         return found
 
     def _note_peak(self) -> None:
-        extra = self._rounds.positions_nbytes + self._rounds.plans_nbytes
+        extra = self._rounds.positions_nbytes + self._rounds.state_nbytes
         self._peak = max(self._peak, self.nbytes() + extra)
 
     # ---- what the hooks call --------------------------------------------------------------------
@@ -185,6 +178,11 @@ class EvictCache(Contract):
     def step(self) -> Step | None:
         """The forward that is under way."""
         return self._step
+
+    def tap(self, module: nn.Module, queries: Tensor, scaling: float | None) -> None:
+        """An attention module computed its queries, [B, H_q, q, D] after RoPE, and will scale scores like this."""
+        if self._rounds.queries is not None:
+            self._rounds.queries.add(int(module.layer_idx), queries, self._columns, scaling)  # type: ignore[arg-type]
 
     def begin(
         self,
@@ -213,7 +211,7 @@ class EvictCache(Contract):
         self._reader.mode, self._reader.asked_length, self._reader.marked = self._mode, self._asked, self._marked
         reading = self._reader.read(q, mask, positions)
         if reading.turn:
-            self._refuse_repeats(positions)
+            refuse_repeats(positions, [row.seen for row in self.rows])
         if ids is None and self._samples is None and self.policy.evicts:
             raise Unsupported(
                 "inputs_embeds hide the prompt's ids, which seed its draws: pass samples=[one number a row]"
@@ -230,23 +228,12 @@ class EvictCache(Contract):
         self._asked = self._marked = False
 
     def _start(self, batch: int, device: torch.device) -> None:
-        unit = self.policy.slots_per_unit
-        self.rows = [Row.new(self.budget, self.settings.protection, unit) for _ in range(batch)]
+        new = (self.budget, self.settings.protection, self.policy.slots_per_unit)
+        self.rows = [Row.new(*new) for _ in range(batch)]
         self._reader = Reader(batch, self.prompt_length)
         self._streams = Streams(self._samples)
         self._streams.check(batch)
         self._rounds.begin(batch, device)
-
-    def _refuse_repeats(self, positions: Tensor | None) -> None:
-        """A new turn must bring new tokens: transformers 5.17 to 5.19 feed the old ones again in some cases."""
-        if positions is None or positions.dim() != 2:
-            return
-        first = positions[:, 0].tolist()
-        if any(f < row.seen for f, row in zip(first * len(self.rows), self.rows, strict=False)):
-            raise Unsupported(
-                f"a new turn begins at position {min(first)}, but the cache has seen {self.rows[0].seen} tokens: "
-                "this transformers feeds a later turn's earlier tokens again; call generate without prefill_chunk_size"
-            )
 
     def end(self) -> None:
         """A forward is through: its columns count as seen."""
@@ -272,7 +259,7 @@ class EvictCache(Contract):
         for row, pad in zip(rows, reading.pads, strict=True):
             row.add_prompt(reading.prompt - min(pad, reading.prompt))
             if trace and row.limit is not None and row.cached + trace > row.limit:
-                raise ValueError(_too_long(trace, max(0, row.limit - row.cached)))
+                raise ValueError(too_long(trace, max(0, row.limit - row.cached)))
             row.add_trace(trace)
         self._rounds.masks.check_budget(rows)
         before, self.rows = self.rows, rows
@@ -281,7 +268,7 @@ class EvictCache(Contract):
     def _trace(self, q: int) -> Step:
         space = self.trace_space()
         if space is not None and q > space:
-            raise ValueError(_too_long(q, space))
+            raise ValueError(too_long(q, space))
         due = {i: row.next_round() for i, row in enumerate(self.rows) if row.needs_round()}
         if due:
             self._carry_out(due)
@@ -309,13 +296,6 @@ class EvictCache(Contract):
 
     def _carry_out(self, events: dict[int, Round], spare: int = 0) -> None:
         self._moving = True
-        self._rounds.run(events, self.rows, self._streams, spare)
+        self._rounds.run(events, self.rows, self._streams, spare, self._columns)
         for i, event in events.items():
             self.rows[i].apply(event)
-
-
-def _too_long(q: int, space: int) -> str:
-    return (
-        f"a forward of {q} trace tokens would cross a round: at most {space} fit now. Split it there "
-        "(cache.trace_space() says how many fit), or run it inside cache.as_prompt() if it is a new turn."
-    )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from .model import ModelInfo, Unsupported, implementation
+from .queries import Tap, listen
 
 if TYPE_CHECKING:
     from .cache import EvictCache
@@ -21,9 +22,14 @@ class Hooks:
     On the decoder: before a forward the cache runs due rounds and decides where to write; after it
     the tokens count as seen. On each evicting attention: the mask is replaced where rows hold
     different numbers of entries. The hooks do not keep the cache alive.
+
+    Args:
+        cache: who is told.
+        info: the model's decoder and attention modules.
+        tapped: the cache's policy asks for queries: see :mod:`kvkeep.hf.queries`.
     """
 
-    def __init__(self, cache: EvictCache, info: ModelInfo) -> None:
+    def __init__(self, cache: EvictCache, info: ModelInfo, tapped: bool = False) -> None:
         reference = weakref.ref(cache)
         self.thread = 0  # in which a forward with this cache is under way
         signature = inspect.signature(info.decoder.forward)
@@ -60,12 +66,43 @@ class Hooks:
                 made = step.mask.for_attention(implementation(module), hidden.dtype, hidden.device)
             return args, {**kwargs, "attention_mask": made}
 
-        self._handles = [
+        self._handles: list[Any] = [
             info.decoder.register_forward_pre_hook(before, with_kwargs=True),
             info.decoder.register_forward_hook(after, with_kwargs=True),
             *(m.register_forward_pre_hook(mask, with_kwargs=True) for m in info.attention.values()),
         ]
+        if tapped:
+            self._tap(reference, info)
         self._finalizer = weakref.finalize(cache, _remove, self._handles)
+
+    def _tap(self, reference: weakref.ref[EvictCache], info: ModelInfo) -> None:
+        """Let attention modules hand over their queries in forwards of this cache."""
+
+        def take(module: nn.Module, queries: Tensor, scaling: float | None) -> None:
+            owner = reference()
+            if owner is not None:
+                owner.tap(module, queries, scaling)
+
+        def forget(module: nn.Module, args: Any, kwargs: Any = None) -> None:
+            listen(None)  # an interrupt may have left somebody waiting, whom these queries do not concern
+
+        def before(module: nn.Module, args: Any, kwargs: Any = None) -> None:
+            owner = reference()
+            if owner is not None and self.thread == get_ident() and owner.step is not None:
+                listen(take)
+
+        def after(module: nn.Module, args: Any, kwargs: Any = None, output: Any = None) -> None:
+            if listen(None) is take and output is not None:  # there is no output after an exception
+                raise Unsupported(
+                    f"{type(module).__name__} computes attention in its own way, so its queries cannot be seen: "
+                    "use a policy that does not ask for queries"
+                )
+
+        self._handles.append(info.decoder.register_forward_pre_hook(forget, with_kwargs=True))
+        for module in info.attention.values():
+            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+        self._handles.append(Tap(info.attention.values()))
 
     def remove(self) -> None:
         """Take the hooks off."""

@@ -11,6 +11,9 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
+from ..policies import Policy
+from ..signals import KNOWN
+
 logger = logging.getLogger("kvkeep")
 
 #: Model types (of the text configuration) that the test suite runs.
@@ -127,6 +130,12 @@ def refuse_attention(module: nn.Module) -> None:
         raise Unsupported(
             f"attention implementation {name!r} is not supported: call model.set_attn_implementation('sdpa')"
         )
+
+
+def refuse_signals(policy: Policy) -> None:
+    """Refuse a policy that asks for what this engine cannot show."""
+    if unknown := sorted(policy.signals - KNOWN):
+        raise Unsupported(f"policy {policy.name!r} asks for {', '.join(unknown)}; known are {', '.join(sorted(KNOWN))}")
 
 
 def _attention_modules(model: PreTrainedModel, evicting: tuple[int, ...]) -> dict[int, nn.Module]:

@@ -14,12 +14,15 @@ A cache is not told where the prompt ends. The rules, first match first:
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import transformers
 from packaging.version import Version
 from torch import Tensor
+
+from .model import Unsupported
 
 logger = logging.getLogger("kvkeep")
 
@@ -163,3 +166,20 @@ class Reader:
                 raise ValueError(f"row {row} is padded on the right: kvkeep needs left padding")
             pads.append(pad)
         return pads
+
+
+def refuse_repeats(positions: Tensor | None, seen: Sequence[int]) -> None:
+    """A new turn must bring new tokens: transformers 5.17 to 5.19 feed the old ones again in some cases.
+
+    Args:
+        positions: the forward's position ids.
+        seen: tokens of each row before it.
+    """
+    if positions is None or positions.dim() != 2:
+        return
+    first = positions[:, 0].tolist()
+    if any(f < n for f, n in zip(first * len(seen), seen, strict=False)):
+        raise Unsupported(
+            f"a new turn begins at position {min(first)}, but the cache has seen {seen[0]} tokens: "
+            "this transformers feeds a later turn's earlier tokens again; call generate without prefill_chunk_size"
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,26 +13,19 @@ from ..plan import Moves, plan
 from ..policies import Policy
 from ..positions import PositionStore, first_slots, flat_slots, move_entries, windows
 from ..settings import Settings
-from ..signals import POSITIONS, RoundView
+from ..signals import KEYS, QUERIES, RoundView
 from .layer import EvictingLayer
 from .masks import Masks
 from .model import ModelInfo
+from .queries import QueryRing
+from .replay import Logged, replay
 from .steps import bound
 from .streams import Streams
+from .views import LayerViews
 
 _AHEAD = 8  # rounds planned at once, at most
 _AHEAD_BYTES = 2 << 20  # of their draws
 _Events = tuple[tuple[int, ...], tuple[Round, ...]]  # rows and what happens to them
-
-
-@dataclass(frozen=True)
-class Logged:
-    """One event of a row, enough to replay it: what happened, tokens seen before, tokens of the turn."""
-
-    event: Round | None
-    seen: int
-    slot: int = 0
-    turn: int = 0
 
 
 class Rounds:
@@ -56,6 +49,7 @@ class Rounds:
         self.masks.restore()
         self.moved = False
         self.store: PositionStore | None = None
+        self.queries: QueryRing | None = None
         self._log: list[list[Logged]] = []
         self._ahead: dict[_Events, Moves] = {}
 
@@ -65,25 +59,29 @@ class Rounds:
         self._log = [[] for _ in range(rows)]
         self.masks.check_rows(rows)
         if self._tracks:
-            self.store = PositionStore(rows, *self._shape, 1, device)
+            self.store = PositionStore(rows, *self.shape, 1, device)
+        budget = self.settings.make_budget()
+        if QUERIES in self.policy.signals and budget is not None:
+            self.queries = QueryRing(self.policy.query_window(budget))
 
     @property
     def _tracks(self) -> bool:
         """Whether slots' positions must be known at every round."""
         wanted = self.settings.track_positions or not self.policy.content_free
-        return wanted or POSITIONS in self.policy.signals or bool(self.masks)
+        return wanted or bool(self.policy.signals) or bool(self.masks)
 
     @property
-    def _shape(self) -> tuple[int, int]:
+    def shape(self) -> tuple[int, int]:
         """Layers and heads of the position store: 1 where kept sets are shared."""
         scope = "head" if self.masks.per_head else self.policy.scope
         return 1 if scope == "model" else len(self.layers), self.info.heads if scope == "head" else 1
 
     @property
-    def plans_nbytes(self) -> int:
-        """Bytes of the moves planned ahead."""
+    def state_nbytes(self) -> int:
+        """Bytes of what the policy needs to remember: moves planned ahead, queries."""
         plans = [t.untyped_storage() for m in self._ahead.values() for t in (m.src, m.dst)]
-        return sum({s.data_ptr(): s.nbytes() for s in plans}.values())  # plans of several rounds share memory
+        ring = 0 if self.queries is None else self.queries.nbytes
+        return ring + sum({s.data_ptr(): s.nbytes() for s in plans}.values())  # plans of several rounds share memory
 
     @property
     def positions_nbytes(self) -> int:
@@ -97,7 +95,7 @@ class Rounds:
         self.masks.set(keep, forget)
         self._ahead = {}
         if self._log and self._tracks:
-            self.store = PositionStore(len(self._log), *self._shape, 1, self.device)
+            self.store = PositionStore(len(self._log), *self.shape, 1, self.device)
 
     def select(self, order: Sequence[int]) -> None:
         """Keep these rows, in this order."""
@@ -108,10 +106,14 @@ class Rounds:
                 self.store.data = self.store.data[list(order)].contiguous()
             self.store.filled = [self.store.filled[i] for i in order]
         self.masks.select(order)
+        if self.queries is not None:
+            self.queries.select(order)
 
     # ---- a round --------------------------------------------------------------------------------
 
-    def run(self, events: dict[int, Round], rows: Sequence[Row], streams: Streams, spare: int) -> None:
+    def run(
+        self, events: dict[int, Round], rows: Sequence[Row], streams: Streams, spare: int, columns: int = 0
+    ) -> None:
         """Carry out what happens to each row (row number -> event) in every evicting layer.
 
         Args:
@@ -119,6 +121,7 @@ class Rounds:
             rows: all rows, before the events.
             streams: their streams.
             spare: slots a new turn needs beyond those in use.
+            columns: seen so far.
         """
         which, what = list(events), list(events.values())
         most = max(row.cached for row in rows) + spare
@@ -131,7 +134,11 @@ class Rounds:
             for i in which:
                 self.store.fill(i, rows[i].cached, rows[i].seen)
         if (tuple(which), tuple(what)) not in self._ahead:
-            self._ahead = self._plan_ahead(which, what, streams.get(len(rows))[which])
+            layers = None
+            if self.store is not None and {KEYS, QUERIES} & self.policy.signals:
+                concerned = [rows[i] for i in which]
+                layers = LayerViews(which, what, concerned, self.layers, self.store, self.queries, columns)
+            self._ahead = self._plan_ahead(which, what, streams.get(len(rows))[which], layers)
         self.move(which, what, self._ahead[(tuple(which), tuple(what))])
         for i, event in events.items():
             self._log[i].append(Logged(event, rows[i].seen))
@@ -168,12 +175,14 @@ class Rounds:
         draws = 4 * len(events) * len(self.layers) * self.info.heads * max(e.candidates for e in events)
         return max(1, min(_AHEAD, _AHEAD_BYTES // max(1, draws)))
 
-    def _plan_ahead(self, which: list[int], events: list[Round], streams: Tensor) -> dict[_Events, Moves]:
+    def _plan_ahead(
+        self, which: list[int], events: list[Round], streams: Tensor, layers: LayerViews | None
+    ) -> dict[_Events, Moves]:
         """Moves of this round and, as :meth:`ahead` says, of the same rows' next rounds."""
         count = self.ahead(events)
         coming = [[replace(e, number=e.number + i) for e in events] for i in range(count)]
         every = [e for events in coming for e in events]
-        view, order = self.look(which * count, every, streams.repeat(count), self.store)
+        view, order = self.look(which * count, every, streams.repeat(count), self.store, layers)
         moves = self.plan(which * count, every, view, order, self.policy.keys(view), self.store)
         parts = zip(moves.src.split(len(which)), moves.dst.split(len(which)), strict=True)
         return {
@@ -181,7 +190,12 @@ class Rounds:
         }
 
     def look(
-        self, which: list[int], events: list[Round], streams: Tensor, store: PositionStore | None
+        self,
+        which: list[int],
+        events: list[Round],
+        streams: Tensor,
+        store: PositionStore | None,
+        layers: LayerViews | None = None,
     ) -> tuple[RoundView, Tensor | None]:
         """What the policy sees of a round.
 
@@ -190,13 +204,14 @@ class Rounds:
             events: what happens to each of them.
             streams: int64 [R], their streams.
             store: positions of all rows, if they are tracked.
+            layers: what the evicting layers hold, for policies that look at it.
 
         Returns:
             The view, and the rank of each of its candidates where these come by position.
         """
         device = self.device if store is None else store.data.device
         positions = order = None
-        if store is not None and POSITIONS in self.policy.signals:
+        if store is not None and self.policy.signals:  # all signals tell candidates apart by position
             positions, order = store.candidates(which, events).sort(dim=-1, stable=True)
         view = RoundView(
             seed=self.settings.seed,
@@ -207,6 +222,7 @@ class Rounds:
             model_heads=self.info.heads,
             candidates=max(e.candidates for e in events),
             positions=positions,
+            layer=layers,
         )
         return view, order
 
@@ -274,26 +290,9 @@ class Rounds:
         state = rows[row]
         store, at = self.store, row
         if store is None:
-            store, at = self._replay(row, state, streams), 0
+            stream = streams.get(row + 1)[row : row + 1] if self._log[row] else None
+            store, at = replay(self, self._log[row], stream), 0
         store.resize(max(store.data.shape[-1], state.cached))
         store.fill(at, state.cached, state.seen)
         kept = store.data[at, :, :, : state.cached].to("cpu")
         return kept.sort(dim=-1).values.expand(len(self.layers), self.info.heads, -1)
-
-    def _replay(self, row: int, state: Row, streams: Streams) -> PositionStore:
-        """Draw a row's rounds again, on positions alone: draws are pure functions, so nothing was recorded."""
-        store = PositionStore(1, *self._shape, 1, torch.device("cpu"))
-        stream = streams.get(row + 1)[row : row + 1].to("cpu") if self._log[row] else None
-        for entry in self._log[row]:
-            event = entry.event
-            if event is None:
-                store.turn(0, entry.slot, entry.turn, entry.seen)
-                continue
-            cached = event.window_from + event.window
-            store.resize(max(store.data.shape[-1], cached + event.fresh))
-            store.fill(0, cached, entry.seen)
-            assert stream is not None
-            view, order = self.look([0], [event], stream, store)
-            moves = self.plan([0], [event], view, order, self.policy.keys(view), store)
-            store.apply([0], [event], moves)
-        return store

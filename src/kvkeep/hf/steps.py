@@ -71,3 +71,11 @@ def _behind(counts: Sequence[int], pads: Sequence[int], q: int, device: torch.de
     old = torch.arange(max(counts), device=device) < _column(counts, device)
     new = torch.arange(q, device=device) >= _column(pads, device)
     return RowMask(torch.cat([old, new], dim=1), q)
+
+
+def too_long(q: int, space: int) -> str:
+    """Why ``q`` trace tokens were refused where at most ``space`` fit."""
+    return (
+        f"a forward of {q} trace tokens would cross a round: at most {space} fit now. Split it there "
+        "(cache.trace_space() says how many fit), or run it inside cache.as_prompt() if it is a new turn."
+    )

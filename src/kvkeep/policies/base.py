@@ -59,6 +59,10 @@ class Policy:
             ValueError: with the value and what to do.
         """
 
+    def query_window(self, budget: Budget) -> int:
+        """Newest queries to keep for a policy that names the signal ``queries``; at least 1."""
+        return max(budget.window, budget.every)
+
     def score(self, view: RoundView) -> Tensor:
         """float32 [R, L, H, C], higher = keep; L and H are 1 where the scope shares them."""
         raise NotImplementedError(f"{type(self).__name__} overrides neither score() nor draw_keys()")

@@ -11,11 +11,13 @@ from typing import Any
 
 from .base import Policy
 from .full import Full
+from .keys import KeyDiff, Knorm
 from .random import RandomAttention
 from .recency import Recency, StreamingLLM
+from .snapkv import SnapKV
 
 GROUP = "kvkeep.policies"
-_BUILT_IN: tuple[type[Policy], ...] = (Full, RandomAttention, StreamingLLM, Recency)
+_BUILT_IN: tuple[type[Policy], ...] = (Full, RandomAttention, StreamingLLM, Recency, SnapKV, KeyDiff, Knorm)
 
 
 _registered: dict[str, type[Policy]] = {p.name: p for p in _BUILT_IN}
