@@ -8,7 +8,7 @@ WORKERS ?= 2
 .PHONY: help demo test test-fast test-519 lint model check-gpu clean
 
 help:
-	@echo "make demo       install, then compare the full cache with a bounded one (SmolLM2-135M)"
+	@echo "make demo       install, then compare six policies on abacus at 2x and 4x (two minutes)"
 	@echo "make test       lint, types and the whole test suite, on two versions of transformers"
 	@echo "make test-fast  the tests that take seconds"
 	@echo "make check-gpu  invariants and benchmarks on a CUDA GPU (needs torch, transformers, Triton)"
@@ -27,7 +27,7 @@ $(VENV519)/stamp: pyproject.toml constraints-5.19.txt
 model: $(VENV)/stamp
 	$(VENV)/bin/python -m kvkeep.hf.load
 
-demo: $(VENV)/stamp model
+demo: $(VENV)/stamp
 	$(VENV)/bin/kvkeep demo
 
 lint: $(VENV)/stamp

@@ -89,28 +89,9 @@ def test_policies_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert rows["streaming"]["published_protection"] == "sinks:4"
 
 
-def test_demo_writes_table_numbers_and_plot(
-    tiny: Path,  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    out, file = tmp_path / "demo", tmp_path / "demo.json"
-    words = ["demo", "--out", str(out), "--model", str(tiny), "--tokens", "400", "--budget", "128", "--buffer", "16"]
-    assert kvkeep(monkeypatch, *words, "--json", str(file)) == 0
-    said = capsys.readouterr().out
-    assert "full" in said
-    assert "random" in said
-    full, random = json.loads(file.read_text())["rows"]
-    assert full["rounds"] == 0 < random["rounds"]
-    assert random["entries_kept"] <= 144 < full["entries_kept"]
-    assert random["peak_bytes"] < full["peak_bytes"]
-    series = json.loads((out / "demo.json").read_text())["cache_bytes"]
-    assert len(series["full"]) == len(series["random"]) == 400
-    assert (out / "cache_bytes.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize("command", [[], ["generate"], ["policies"], ["demo"], ["bench"], ["bench", "round"]])
+@pytest.mark.parametrize(
+    "command", [[], ["generate"], ["policies"], ["compare"], ["demo"], ["bench"], ["bench", "round"]]
+)
 def test_help(command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert kvkeep(monkeypatch, *command, "--help") == 0
     assert "Usage" in capsys.readouterr().out

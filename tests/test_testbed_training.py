@@ -86,8 +86,9 @@ def test_attention_dropout_drops_its_share_and_differentiates_through_it(monkeyp
 def test_batches_are_a_function_of_the_seed_and_hold_what_they_say() -> None:
     first, again = (list(islice(batches(1, 2, 8, 700), 12)) for _ in range(2))
     other = next(batches(2, 2, 8, 700))
-    assert all(torch.equal(a.ids, b.ids) and torch.equal(a.positions, b.positions) for a, b in zip(first, again,
-                                                                                                 strict=True))  # fmt: skip
+    for a, b in zip(first, again, strict=True):
+        assert torch.equal(a.ids, b.ids)
+        assert torch.equal(a.positions, b.positions)
     assert other.ids.shape != first[0].ids.shape or not torch.equal(other.ids, first[0].ids)
     for batch in first:
         assert batch.ids.numel() <= 700 or len(batch.ids) == 1

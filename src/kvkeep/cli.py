@@ -12,10 +12,13 @@ from rich.console import Console
 from rich.text import Text
 
 from .bench.cli import app as bench_app
+from .demo import demo
+from .evals.cli import compare
 from .policies import policies as known_policies
 from .report.files import check_writable, versions, write_json
 from .report.tables import table
 from .settings import Settings
+from .testbed.cli import app as testbed_app
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -24,6 +27,9 @@ app = typer.Typer(
     help="Bounded KV caches for long reasoning: keep the prompt, the newest tokens and a fair draw of the rest.",
 )
 app.add_typer(bench_app, name="bench")
+app.add_typer(testbed_app, name="testbed")
+app.command()(compare)
+app.command()(demo)
 out, err = Console(), Console(stderr=True)
 
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the numbers to this file.")]
@@ -128,25 +134,6 @@ def policies(json: JsonFile = None) -> None:
         )
     )
     _maybe_write(json, {"versions": versions(), "seed": None, "rows": rows})
-
-
-@app.command()
-def demo(
-    folder: Annotated[Path, typer.Option("--out", help="Folder for the numbers and the plot.")] = Path("results/demo"),
-    model: Annotated[str, typer.Option(help="Hub id, local folder, or smollm2.")] = "smollm2",
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate under each policy.")] = 600,
-    budget: Annotated[int, typer.Option(help="Entries each KV head keeps under random (K).")] = 128,
-    buffer: Annotated[int, typer.Option(help="Tokens between two rounds (r).")] = 32,
-    json: JsonFile = None,
-) -> None:
-    """Generate from one prompt with the full cache and with a bounded one; print a table, save a plot."""
-    from . import demo as demonstration
-
-    check_writable(json)
-    result = demonstration.run(err, folder, model=model, tokens=tokens, budget=budget, buffer=buffer)
-    out.print(demonstration.summary(result))
-    out.print(f"plot: {folder / 'cache_bytes.png'}   numbers and texts: {folder / 'demo.json'}")
-    _maybe_write(json, result)
 
 
 def _options(pairs: list[str]) -> dict[str, Any]:

@@ -1,0 +1,107 @@
+"""Arms of a comparison: a policy with its options and protection, but without a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..policies import make_policy, option_names
+from ..settings import Settings
+from .spelling import parse, spell, suggest
+
+#: Settings an arm may set; the budget is the comparison's, the same for every arm.
+FIELDS = ("protect", "buffer", "window", "scope", "seed", "growth")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One policy of a comparison.
+
+    Attributes:
+        label: names the arm in tables and in ``--primary``.
+        policy: short name of the policy.
+        values: fields of :class:`~kvkeep.settings.Settings` that were given.
+        options: options of the policy that were given.
+    """
+
+    label: str
+    policy: str
+    values: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, text: str) -> Arm:
+        """Read ``random:protect=none,draw=model,label=...``.
+
+        Raises:
+            ValueError: unknown policy, key or value; near names are suggested.
+        """
+        name, given = parse(text, "arm")
+        label = given.pop("label", None)
+        allowed = option_names(name)
+        values = {key: value for key, value in given.items() if key in FIELDS}
+        options = {key: value for key, value in given.items() if key not in FIELDS}
+        for key in options:
+            if key == "budget":
+                raise ValueError(f"arm {text!r}: the budget is the same for all arms; pass it as --budget")
+            if key not in allowed:
+                raise ValueError(f"arm {text!r} has no option {key!r}: {suggest(key, [*allowed, *FIELDS, 'label'])}")
+        made = cls(str(label) if label is not None else spell(name, given), name, values, options)
+        if not make_policy(name, options).evicts and set(values) - {"seed"}:
+            raise ValueError(f"arm {text!r}: {name} evicts nothing, so it takes no {', '.join(values)}")
+        made.settings(2**40, None, 0)  # refuse bad values now; whether a real budget fits is the cells' business
+        return made
+
+    @property
+    def evicts(self) -> bool:
+        """False for the full cache."""
+        return make_policy(self.policy, self.options).evicts
+
+    @property
+    def text(self) -> str:
+        """Policy and options, without protection and other settings."""
+        return spell(self.policy, self.options)
+
+    @property
+    def protect(self) -> str:
+        """The protection, the policy's default if none was given."""
+        given = self.values.get("protect")
+        return make_policy(self.policy, self.options).default_protection if given is None else str(given)
+
+    def settings(self, budget: int | None, buffer: int | None, seed: int) -> Settings:
+        """Settings of a cell.
+
+        Args:
+            budget: K; ignored by a policy that never evicts.
+            buffer: r, unless the arm has its own; None: the default, or less where the arm's options need it.
+            seed: the run's seed, unless the arm has its own.
+
+        Raises:
+            ValueError: the values do not fit together.
+        """
+        values: dict[str, Any] = {"seed": seed, **self.values}
+        if not self.evicts:
+            return Settings(self.policy, seed=values["seed"], options=dict(self.options))
+        if buffer is None:
+            unit = self.options.get("unit", 1)
+            buffer = unit if isinstance(unit, int) and unit > 0 else 1
+            budget = (2**40 // buffer) * buffer
+        return Settings(self.policy, **{"budget": budget, "buffer": buffer, **values}, options=dict(self.options))
+
+
+def parse_arms(texts: Sequence[str]) -> tuple[Arm, ...]:
+    """Arms with different labels.
+
+    Raises:
+        ValueError: an arm cannot be read, two share a label, or there is none.
+    """
+    arms = tuple(Arm.parse(text) for text in texts)
+    if not arms:
+        raise ValueError("a comparison needs at least one --policy, e.g. --policy random")
+    seen: set[str] = set()
+    for arm in arms:
+        if arm.label in seen:
+            raise ValueError(f"two arms are called {arm.label!r}: give one of them another label=")
+        seen.add(arm.label)
+    return arms

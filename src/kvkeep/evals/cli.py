@@ -1,0 +1,195 @@
+"""``kvkeep compare``: policies x budgets x tasks x models, with statistics that can say no."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from ..report.files import check_writable, write_json
+
+if TYPE_CHECKING:
+    from .config import Config
+
+WIDTH = 110  # of tables that go into a file or pipe; a terminal has its own
+out = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDTH)
+err = Console(stderr=True)
+POLICIES = ("full", "random", "random:protect=none", "random:draw=model", "streaming", "recency")
+
+Models = Annotated[list[str] | None, typer.Option("--model", help="Hub id, folder or name; may be repeated.")]
+Tasks = Annotated[list[str] | None, typer.Option("--task", help="NAME[:key=value,...]; may be repeated.")]
+Arms = Annotated[
+    list[str] | None,
+    typer.Option("--policy", help="NAME[:key=value,...], e.g. random:protect=none,label=bare; may be repeated."),
+]
+
+
+def compare(
+    model: Models = None,
+    task: Tasks = None,
+    policy: Arms = None,
+    compression: Annotated[str | None, typer.Option(help="K = mean length / compression; joined by commas.")] = None,
+    budget: Annotated[str | None, typer.Option(help="Budgets K instead, joined by commas.")] = None,
+    buffer: Annotated[int, typer.Option(help="r: tokens between two rounds, and the newest always kept.")] = 16,
+    problems: Annotated[int, typer.Option(help="Problems of each task.")] = 100,
+    runs: Annotated[int, typer.Option(help="Runs of each problem, averaged before any statistics.")] = 1,
+    seed: Annotated[int, typer.Option(help="Of the problem sets, the draws and the token choice.")] = 0,
+    batch: Annotated[int, typer.Option(help="Rows of a batch at most.")] = 50,
+    workers: Annotated[int, typer.Option(min=0, help="Processes; they share the cores. 0: run in this one.")] = 2,
+    primary: Annotated[
+        list[str] | None, typer.Option(help="'A vs B' or 'A vs B @2': declared before the run; may be repeated.")
+    ] = None,
+    folder: Annotated[Path, typer.Option("--out", help="Results folder; the same command goes on in it.")] = Path(
+        "results/compare"
+    ),
+    json: Annotated[Path | None, typer.Option("--json", help="Also write cells.json here.")] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Say what would run and what it could tell; run nothing.")] = (
+        False
+    ),
+    difference: Annotated[float, typer.Option(help="With --plan: the difference that should be seen.")] = 0.1,
+    check: Annotated[int, typer.Option(help="Samples run again alone, to see that batches change nothing.")] = 4,
+    texts: Annotated[bool, typer.Option("--texts", help="Keep every trace.")] = False,
+    allow_mixed: Annotated[
+        bool, typer.Option("--allow-mixed", help="Resume although versions or threads differ; marks the results.")
+    ] = False,
+    engine: Annotated[str, typer.Option(help="transformers")] = "transformers",
+    dtype: Annotated[str | None, typer.Option(help="Default: float32 on CPU, else the checkpoint's own.")] = None,
+    attention: Annotated[str, typer.Option(help="sdpa, eager, ...: the same for every arm, full included.")] = "sdpa",
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; default: the GPU if there is one.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="For tasks that sample.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="For tasks that sample.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="For tasks that take it.")] = None,
+) -> None:
+    """Compare policies at equal budgets: scores, costs, paired intervals; resumes after a kill."""
+    check_writable(json)
+    from .config import Config, Primary
+    from .tasks import with_options
+
+    sampling = {"temperature": temperature, "top_p": top_p, "max_new_tokens": max_new_tokens}
+    given = {name: value for name, value in sampling.items() if value is not None}
+    from .arms import parse_arms
+
+    arms = parse_arms(policy or POLICIES)
+    labels = [arm.label for arm in arms]
+    levels = "2,4" if compression is None and budget is None else compression
+    config = Config(
+        models=tuple(model or ["abacus"]),
+        tasks=tuple(with_options(text, given) for text in task or ["abacus"]),
+        arms=arms,
+        compressions=tuple(_numbers(levels, "--compression", float)),
+        budgets=tuple(_numbers(budget, "--budget", int)),
+        buffer=buffer,
+        problems=problems,
+        runs=runs,
+        seed=seed,
+        batch=batch,
+        check=check,
+        primary=tuple(Primary.parse(text, labels) for text in primary or []),
+        backend=backend(engine, dtype, attention, device),
+        texts=texts,
+    )
+    if plan:
+        show_plan(config, difference)
+        return
+    carry_out(config, folder, workers=workers, allow_mixed=allow_mixed, json=json)
+
+
+def backend(engine: str, dtype: str | None, attention: str, device: str | None) -> Any:
+    """How models run, with every default filled in."""
+    import torch
+
+    from .engines import Backend
+
+    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return Backend(engine, dtype or ("float32" if place == "cpu" else "auto"), attention, place)
+
+
+def carry_out(
+    config: Config, folder: Path, *, workers: int, allow_mixed: bool = False, json: Path | None = None
+) -> dict[str, Any]:
+    """Run what is missing, write the report, print tables and reading.
+
+    Returns:
+        What ``cells.json`` holds.
+
+    Raises:
+        RuntimeError: nothing was evicted in a cell, or batches change results; the results are written all the same.
+        typer.Exit: 130 after Ctrl-C.
+    """
+    import json as json_module
+
+    from ..report.compare_files import FIGURES, write_all
+    from ..report.compare_tables import terminal
+    from .reading import read
+    from .run import Interrupted, execute, prepare
+    from .summary import failures, summarise
+
+    prepared = prepare(config)
+    try:
+        run = execute(prepared, folder, workers=workers, allow_mixed=allow_mixed, console=err)
+    except Interrupted as stopped:
+        err.print(str(stopped), soft_wrap=True)
+        raise typer.Exit(130) from None
+    summary = summarise(run)
+    reading = read(run, summary)
+    write_all(folder, summary, reading, json_module.loads((folder / "environment.json").read_text()))
+    if json is not None:
+        write_json(json, {**summary, "reading": reading})
+    for made in terminal(summary):
+        out.print(made)
+    told = summary["check"]
+    out.print(reading, markup=False, highlight=False)
+    out.print(f"\n{told['samples']} samples were run again alone, {told['different']} came out differently.")
+    out.print(f"report: {folder / 'report.md'}   figures: {', '.join(str(folder / name) for name in FIGURES)}")
+    if found := failures(summary):
+        raise RuntimeError("\n".join(found))
+    return summary
+
+
+def show_plan(config: Config, difference: float) -> None:
+    """Print what would run, and how many problems a difference needs."""
+    from ..report.tables import table
+    from .compared import declared_pairs
+    from .power import problems_needed
+    from .run import expected_tokens, prepare
+    from .tasks import make_task
+
+    if not 0 < difference < 1:
+        raise ValueError(f"--difference must lie in (0, 1), got {difference}")
+    prepared = prepare(config)
+    rows = []
+    for cell in prepared.cells:
+        mine = [batch for batch in prepared.batches if batch.cell == cell.id]
+        k = "-" if cell.budget is None else cell.budget
+        rows.append((cell.arm, cell.model, cell.task, f"{cell.compression:g}x", k, len(mine), expected_tokens(mine)))
+    columns = ["arm", "model", "task", "asked", "K", "batches", "tokens"]
+    out.print(table(f"{len(prepared.cells)} cells", columns, rows))
+    batches = [*prepared.batches, *prepared.checks]
+    out.print(
+        f"{len(prepared.batches)} batches and {len(prepared.checks)} samples to check, about "
+        f"{expected_tokens(batches):,} tokens (prompts included)"
+    )
+    if any(make_task(text).bounds is None for text in config.tasks):
+        out.print("scores without bounds: how many problems they need depends on their spread; look at a pilot's")
+        return
+    family = max(1, len(declared_pairs(config, prepared.cells)))
+    needed = problems_needed(difference, runs=config.runs, level=1 - 0.05 / family)
+    verdict = "enough" if config.problems >= needed else f"not enough: pass --problems {needed}"
+    out.print(
+        f"to see a difference of {difference:g} with 80% power at the 95% level"
+        + (f", as one of {family} primary comparisons," if family > 1 else "")
+        + f" takes about {needed} problems; {config.problems} are {verdict}"
+    )
+
+
+def _numbers(text: str | None, option: str, kind: Any) -> list[Any]:
+    if text is None:
+        return []
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ValueError(f"{option} takes numbers joined by commas, e.g. 2,4; got {text!r}") from error

@@ -1,0 +1,100 @@
+"""Abacus problems, solved with chain of thought and graded step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from math import ceil
+from typing import Any, ClassVar
+
+from transformers import PreTrainedTokenizerBase
+
+from ...engine import Engine, Sampling
+from ...testbed.graders import grade
+from ...testbed.tasks import Problem, Spec, problems
+from ...testbed.vocab import EOS, IDS, WORDS
+from ..spelling import spell
+from ..task import Item, Outcome
+
+#: A trace may be this much longer than the ideal one before it counts as truncated.
+SLACK = 1.25
+
+
+@dataclass(frozen=True)
+class Abacus:
+    """Numbered-line programs; the score is 1 for the right answer. Greedy.
+
+    Args:
+        n: program lines.
+        mode: how often the trace restates its values: r0 (never), r8, r4, r2, r1.
+        distractors: prompt lines nobody needs.
+        seed: seed of the problem set; None: the run's seed (``--seed``, 0 by default), so that two runs with one
+            seed see the same problems whatever their arms.
+
+    Raises:
+        ValueError: see :class:`~kvkeep.testbed.tasks.Spec`.
+    """
+
+    n: int = 16
+    mode: str = "r2"
+    distractors: int = 0
+    seed: int | None = None
+
+    metric: ClassVar[str] = "accuracy"
+    bounds: ClassVar[tuple[float, float] | None] = (0.0, 1.0)
+    higher_is_better: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        self.spec  # noqa: B018 - checks the values
+
+    @property
+    def spec(self) -> Spec:
+        """The knobs of its problems."""
+        return Spec(self.n, self.mode, self.distractors)
+
+    @property
+    def name(self) -> str:
+        """Canonical text; n and mode are always in it."""
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        return spell("abacus", {k: v for k, v in given.items() if k in ("n", "mode") or v != Abacus.__dict__[k]})
+
+    def items(self, tokenizer: PreTrainedTokenizerBase, count: int, seed: int) -> list[Item]:
+        """The first ``count`` problems; all have the same prompt length and the same ideal length.
+
+        Raises:
+            ValueError: the tokenizer is not abacus's.
+        """
+        template: Any = tokenizer.apply_chat_template
+        if not tokenizer.chat_template or tokenizer.convert_tokens_to_ids(list(WORDS)) != [IDS[w] for w in WORDS]:
+            raise ValueError("abacus problems need abacus's vocabulary: use --model abacus, or another task")
+        found = []
+        for problem in problems(self.spec, seed if self.seed is None else self.seed, count):
+            chat = [{"role": "user", "content": problem.prompt}]
+            prompt = tuple(template(chat, add_generation_prompt=True, return_dict=False))
+            found.append(Item(problem.id, prompt, len(prompt) + len(problem.solution()), problem))
+        return found
+
+    def most_tokens(self, item: Item) -> int:
+        """Tokens of the trace at most; the runner compares prompt and trace with the model's context."""
+        return ceil(SLACK * len(item.data.solution()))
+
+    def run(self, engine: Engine, items: Sequence[Item], samples: Sequence[int], seed: int) -> list[Outcome]:
+        """Generate greedily and grade."""
+        limits = {self.most_tokens(item) for item in items}
+        assert len(limits) == 1  # one spec: all ideal traces are equally long
+        limit = limits.pop()
+        made = engine.generate([item.prompt for item in items], samples, Sampling(max_new_tokens=limit, seed=seed))
+        return [self._outcome(item.data, sample, limit) for item, sample in zip(items, made, strict=True)]
+
+    @staticmethod
+    def _outcome(problem: Problem, sample: Any, limit: int) -> Outcome:
+        told = grade(problem, sample.text)
+        return Outcome(
+            score=float(told.correct),
+            answered=told.answered,
+            truncated=len(sample.tokens) >= limit and sample.tokens[-1] != IDS[EOS],
+            tokens=len(sample.tokens),
+            text=sample.text,
+            stats=sample.stats,
+            metrics={"lines": told.lines, "steps": told.steps, "consistent": told.consistent},
+        )

@@ -1,0 +1,133 @@
+"""What users type: arms, tasks and primary comparisons."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from comparing import abacus_model, fake, fake_config  # noqa: F401 - fixtures
+from kvkeep.evals.arms import Arm, parse_arms
+from kvkeep.evals.config import Primary
+from kvkeep.evals.spelling import parse, spell
+from kvkeep.evals.tasks import make_task, with_options
+from kvkeep.settings import Settings
+
+
+@pytest.mark.parametrize("text", ["random", "random:draw=model,protect=none", "x:a=1,b=true,c=null,d=0.5,e=sinks:4"])
+def test_a_text_survives_a_round_trip(text: str) -> None:
+    assert spell(*parse(text, "arm")) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "settings"),
+    [
+        ("full", Settings("full", seed=3)),
+        ("random", Settings("random", budget=64, buffer=8, seed=3)),
+        ("random:protect=none", Settings("random", budget=64, buffer=8, seed=3, protect="none")),
+        ("random:draw=model", Settings("random", budget=64, buffer=8, seed=3, options={"draw": "model"})),
+        ("random:groups=4,seed=9", Settings("random", budget=64, buffer=8, seed=9, options={"groups": 4})),
+        ("recency:buffer=4,window=6", Settings("recency", budget=64, buffer=4, window=6, seed=3)),
+        ("random:unit=4", Settings("random", budget=64, buffer=8, seed=3, options={"unit": 4})),
+        ("recency:protect=prompt+sinks:2", Settings("recency", budget=64, buffer=8, seed=3, protect="prompt+sinks:2")),
+    ],
+)  # fmt: skip
+def test_an_arm_is_settings_without_a_budget(text: str, settings: Settings) -> None:
+    arm = Arm.parse(text)
+    assert arm.settings(64, 8, 3) == settings
+    assert arm.label == text
+
+
+def test_a_label_is_not_an_option() -> None:
+    arm = Arm.parse("random:draw=model,label=shared")
+    assert (arm.label, arm.text, arm.protect) == ("shared", "random:draw=model", "prompt")
+
+
+@pytest.mark.parametrize(
+    ("texts", "says"),
+    [
+        (["randm"], "did you mean random?"),
+        (["random:drw=model"], "did you mean draw?"),
+        (["random:protct=none"], "did you mean protect?"),
+        (["random:draw=modl"], "draw must be one of head, layer, model"),
+        (["random:protect=prompts"], "protection 'prompts' is not understood"),
+        (["random:budget=64"], "pass it as --budget"),
+        (["random:draw"], "'draw' is not key=value"),
+        (["random:draw=head,draw=model"], "draw is given twice"),
+        ([":draw=head"], "an arm is NAME"),
+        (["full:protect=none"], "full evicts nothing"),
+        (["random", "random"], "two arms are called 'random'"),
+        (["random", "recency:label=random"], "two arms are called 'random'"),
+        ([], "at least one --policy"),
+    ],
+)
+def test_a_bad_arm_says_what_to_do(texts: list[str], says: str) -> None:
+    with pytest.raises(ValueError) as error:
+        parse_arms(texts)
+    assert says.replace("an arm", "") in str(error.value).replace("a arm", "")
+
+
+def test_tasks_by_name() -> None:
+    task = make_task("abacus:mode=r0,n=8,distractors=2")
+    assert task.name == "abacus:n=8,mode=r0,distractors=2"
+    assert make_task(task.name) == task
+    assert make_task("abacus").name == "abacus:n=16,mode=r2"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("abacs", "did you mean abacus?"),
+        ("abacus:mod=r0", "did you mean mode?"),
+        ("abacus:mode=r3", "mode must be one of r0"),
+        ("abacus:n=99", "n must lie in 3..40"),
+        ("questions", "path"),
+        ("questions:path=x,grader=numbr", "did you mean number?"),
+    ],
+)
+def test_a_bad_task_says_what_to_do(text: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says.replace("?", r"\?")):
+        make_task(text)
+
+
+def test_options_of_the_command_line_go_to_tasks_that_take_them() -> None:
+    text = with_options("questions:path=x.jsonl,grader=boxed", {"temperature": 0.6})
+    assert make_task(text).name == "questions:path=x.jsonl,grader=boxed,temperature=0.6"
+    with pytest.raises(ValueError, match="task abacus takes no temperature: leave --temperature out"):
+        with_options("abacus", {"temperature": 0.6})
+    with pytest.raises(ValueError, match="give one of them"):
+        with_options("questions:path=x,temperature=1.0", {"temperature": 0.6})
+
+
+def test_primary_comparisons() -> None:
+    labels = ["random", "recency", "random:draw=model"]
+    assert Primary.parse("random vs random:draw=model", labels) == Primary("random", "random:draw=model")
+    assert Primary.parse("random vs recency @2x", labels) == Primary("random", "recency", 2.0)
+    assert Primary.parse("random vs recency@4", labels) == Primary("random", "recency", 4.0)
+    for text, says in [
+        ("random", "is 'A vs B'"),
+        ("random vs recensy", r"did you mean recency\?"),
+        ("random vs random", "with itself"),
+    ]:
+        with pytest.raises(ValueError, match=says):
+            Primary.parse(text, labels)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"problems": 0}, "problems must be at least 2"),
+        ({"compressions": ()}, "give --compression"),
+        ({"budgets": (64,)}, "one of the two"),
+        ({"compressions": (0.5,)}, "at least 1"),
+        ({"compressions": (2.0, 2.0)}, "given twice"),
+        ({"tasks": ("fake", "fake")}, "a task is given twice"),
+        ({"check": 17}, "at most 16"),
+        ({"primary": ("random vs recency @3",)}, "3 is not among 2, 4"),
+    ],
+)
+@pytest.mark.usefixtures("fake")
+def test_values_that_do_not_fit(values: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=says):
+        fake_config(tmp_path, **values)
