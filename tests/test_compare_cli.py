@@ -58,7 +58,7 @@ def test_plan_runs_nothing(
     assert kvkeep(monkeypatch, *words, "--primary", "random vs recency") == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "11 cells" in said
-    assert "as one of 2 primary comparisons" in said
+    assert "by the sign test, as one of 2 primary comparisons" in said
     assert "100 are not enough" in said
     assert not (tmp_path / "run").exists()
     assert kvkeep(monkeypatch, *words, "--problems", "5000") == 0

@@ -37,8 +37,20 @@ def test_answers_of_known_sets() -> None:
     assert last_number("1 2 3.5x") == "3.5"
 
 
-@pytest.mark.skipif(importlib.util.find_spec("math_verify") is not None, reason="it is installed")
-def test_the_missing_grader_is_named() -> None:
+@pytest.mark.parametrize(
+    ("trace", "answer", "told"),
+    [
+        (r"so \boxed{\frac{2}{4}}", r"\frac{1}{2}", (True, True)),
+        (r"so \boxed{(1, 3)}", "(3, 1)", (True, False)),
+        ("I do not know.", "3", (False, False)),
+    ],
+)
+def test_math_verify_knows_equal_answers(trace: str, answer: str, told: tuple[bool, bool]) -> None:
+    assert judge("math-verify", trace, answer) == told
+
+
+def test_the_missing_grader_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install math-verify.*or say grader=boxed"):
         make_task("questions:path=x.jsonl")
 

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 
-from kvkeep.evals.coverage import Kind, coverage, interval_bounds, simulate_bounded
+from kvkeep.evals.coverage import coverage, simulate_bounded
+from kvkeep.evals.intervals import Kind, interval_bounds
 from kvkeep.evals.power import power_of, problems_needed, spread
 from kvkeep.evals.stats import Scores, compare, holm, mean_interval, per_problem, sign_test
 

@@ -154,7 +154,7 @@ def show_plan(config: Config, difference: float) -> None:
     """Print what would run, and how many problems a difference needs."""
     from ..report.tables import table
     from .compared import declared_pairs
-    from .power import problems_needed
+    from .power import DISCORDANT, Test, problems_needed
     from .run import expected_tokens, prepare
     from .tasks import make_task
 
@@ -176,13 +176,17 @@ def show_plan(config: Config, difference: float) -> None:
     if any(make_task(text).bounds is None for text in config.tasks):
         out.print("scores without bounds: how many problems they need depends on their spread; look at a pilot's")
         return
-    family = max(1, len(declared_pairs(config, prepared.cells)))
-    needed = problems_needed(difference, runs=config.runs, level=1 - 0.05 / family)
+    declared = len(declared_pairs(config, prepared.cells))
+    # Declared comparisons are judged by the exact sign test, where its power is known: it is the stricter one.
+    test: Test = "sign" if declared and config.runs == 1 else "interval"
+    needed = problems_needed(difference, runs=config.runs, level=1 - 0.05 / max(1, declared), test=test)
     verdict = "enough" if config.problems >= needed else f"not enough: pass --problems {needed}"
+    judged = f" by the {'sign test' if test == 'sign' else 'interval'}"
+    family = f", as one of {declared} primary comparisons under Holm's correction," if declared > 1 else ""
+    apart = max(DISCORDANT, difference)
     out.print(
-        f"to see a difference of {difference:g} with 80% power at the 95% level"
-        + (f", as one of {family} primary comparisons," if family > 1 else "")
-        + f" takes about {needed} problems; {config.problems} are {verdict}"
+        f"to see a difference of {difference:g} with 80% power at the 95% level{judged}{family} takes about {needed} "
+        f"problems; {config.problems} are {verdict} (assumed: two arms differ on {apart:.0%} of them)"
     )
 
 

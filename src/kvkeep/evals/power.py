@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 from scipy import stats
 
-from .coverage import PSEUDO_SPREAD
+from .intervals import PSEUDO_SPREAD
 
 DISCORDANT = 0.3
 """Assumed discordant rate of one run a side where nothing is known. Sampling alone makes two runs of the *same*

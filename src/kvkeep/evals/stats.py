@@ -3,7 +3,8 @@
 The unit is the problem. Repeated runs of a problem are averaged first, and only problems are resampled,
 so an interval speaks of problems like these, not of more runs on the same ones.
 
-The intervals are made and measured in :mod:`kvkeep.evals.coverage`, plans in :mod:`kvkeep.evals.power`.
+The intervals are made in :mod:`kvkeep.evals.intervals`, their coverage is measured in
+:mod:`kvkeep.evals.coverage`, plans are made in :mod:`kvkeep.evals.power`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from math import fsum, isfinite
 import numpy as np
 from scipy import stats
 
-from .coverage import RESAMPLES, Bounds, Kind, coverage, interval_bounds
+from .coverage import coverage
+from .intervals import RESAMPLES, Bounds, Kind, interval_bounds
 from .power import power_of, problems_needed
 
 __all__ = [

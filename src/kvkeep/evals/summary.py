@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
 from . import stats
 from .cells import Cell
 from .compared import Pair, Pairs, comparisons, finite
+from .coverage import Metric, measure
 from .environment import all_versions
 from .run import Run
 from .tasks import make_task
@@ -33,6 +35,7 @@ def summarise(run: Run) -> dict[str, Any]:
         "cells": [_cell(cell, lines[cell.id], pairs, lines) for cell in cells],
         "primary": {"declared": [p.text for p in config.primary], "comparisons": primary},
         "comparisons": others,
+        "coverage": _coverage(run),
         "check": check(run),
         "mixed": run.mixed,
         "config": run.prepared.to_dict(),
@@ -45,6 +48,20 @@ def scores_of(rows: Sequence[Line]) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     for row in sorted(rows, key=lambda row: (row["problem"], row["run"])):
         found.setdefault(row["problem"], []).append(row["score"])
+    return found
+
+
+def _coverage(run: Run) -> list[dict[str, Any]]:
+    """What the 95% intervals of each kind of score cover at this number of problems, by simulation."""
+    config = run.prepared.config
+    kinds: dict[Metric, list[str]] = {}
+    for task in map(make_task, config.tasks):
+        kind: Metric = "unbounded" if task.bounds is None else "binary" if task.metric == "accuracy" else "graded"
+        kinds.setdefault(kind, []).append(task.name)
+    found = []
+    for kind, tasks in kinds.items():
+        told = measure(config.problems, kind, 1 if kind == "unbounded" else config.runs)
+        found.append({"tasks": tasks, "n": config.problems, "scores": kind, **asdict(told)})
     return found
 
 

@@ -31,7 +31,7 @@ def report(summary: Mapping[str, Any], reading: str, environment: Mapping[str, A
     parts = ["# Comparison", reading, "![score against compression](score.png)", "![score against bytes](cost.png)"]
     for model, task, cells in groups(summary):
         parts.append(f"## {model}, {task}")
-        parts.append(f"{cells[0]['n']} problems, {cells[0]['runs']} run(s) each; intervals: {methods(cells)}.")
+        parts.append(f"{cells[0]['n']} problems, {cells[0]['runs']} run(s) each; {methods(summary, cells)}.")
         tables = [score_rows(cells), cost_rows(cells), metric_rows(cells)]
         parts += [markdown(columns, rows) for columns, rows in tables if rows]
         if any(cell["not_evicted"] for cell in cells):

@@ -110,7 +110,7 @@ def terminal(summary: Mapping[str, Any]) -> list[Table]:
         runs = f", {cells[0]['runs']} runs each" if cells[0]["runs"] > 1 else ""
         title = f"{model}, {task}: {cells[0]['n']} problems{runs}"
         columns, rows = score_rows(cells)
-        note = f"real: the full cache's mean bytes over the arm's, measured; intervals: {methods(cells)}"
+        note = f"real: the full cache's mean bytes over the arm's, measured; {methods(summary, cells)}"
         found.append(table(title, columns, rows, caption=note))
         columns, rows = cost_rows(cells)
         note = NOTE if any(cell["not_evicted"] for cell in cells) else "entries of a KV head and KiB of a row, measured"
@@ -130,9 +130,14 @@ def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def methods(cells: Sequence[Cell]) -> str:
-    """The interval methods of some cells."""
-    return ", ".join(sorted({cell["interval"] for cell in cells}))
+def methods(summary: Mapping[str, Any], cells: Sequence[Cell]) -> str:
+    """How the intervals of some cells were made, and what such intervals cover at this number of problems."""
+    told = next(found for found in summary["coverage"] if cells[0]["task"] in found["tasks"])
+    made = ", ".join(sorted({cell["interval"] for cell in cells}))
+    return (
+        f"intervals: {made}; 95% intervals covered {number(told['mean'])} at n = {told['n']} in simulations of "
+        f"{told['scores']} scores, {number(told['least'])} in the worst of {told['scenarios']} scenarios"
+    )
 
 
 def number(value: float | None) -> str:
