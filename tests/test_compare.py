@@ -55,6 +55,7 @@ def test_a_run_leaves_everything_behind(abacus_model: Path, tmp_path: Path) -> N
         "Exploratory",
         "run again alone",
         "attention sdpa",
+        "95% intervals covered",
         summary["cells"][0]["model"],
     ):
         assert words in text

@@ -14,13 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 
-from kvkeep.evals.coverage import coverage, simulate_bounded
-from kvkeep.evals.intervals import Kind, interval_bounds
-from kvkeep.evals.power import power_of, problems_needed, spread
+from kvkeep.evals.intervals import interval_bounds
 from kvkeep.evals.stats import Scores, compare, holm, mean_interval, per_problem, sign_test
-
-Row = tuple[int, dict[str, Any], bool, float, float]
-"""Problems, scenario, near-degenerate or not, coverage of ours, coverage of the percentile bootstrap."""
 
 
 def scores(values: Any, runs: int = 1) -> dict[str, list[float]]:
@@ -31,116 +26,6 @@ def shuffled(given_scores: Scores) -> dict[str, Any]:
     names = list(given_scores)
     np.random.default_rng(5).shuffle(names)
     return {name: given_scores[name] for name in names}
-
-
-# ---------------------------------------------------------------- coverage
-
-
-def near_degenerate(n: int, scenario: dict[str, Any]) -> bool:
-    """Few problems carry the spread: under 20 that differ, or under 20 expected on the rare side of a mean."""
-    if scenario.get("metric") == "unbounded":
-        return False
-    accuracy = scenario["accuracy"]
-    if scenario["kind"] == "mean":
-        return n * min(accuracy, 1 - accuracy) < 20
-    arguments = (scenario[key] for key in ("metric", "accuracy", "difference", "correlation", "runs"))
-    first, second = simulate_bounded(np.random.default_rng(0), (1, 20000), *arguments)
-    squares = (first - second) ** 2
-    return bool(n * squares.mean() ** 2 / max(float((squares**2).mean()), 1e-12) < 20)
-
-
-def measured(sizes: tuple[int, ...], scenarios: list[dict[str, Any]], datasets: int) -> list[Row]:
-    return [
-        (
-            n,
-            scenario,
-            near_degenerate(n, scenario),
-            coverage(n, datasets=datasets, **scenario),
-            coverage(n, datasets=datasets // 4, method="percentile", resamples=999, **scenario),
-        )
-        for n, scenario in itertools.product(sizes, scenarios)
-    ]
-
-
-def show(title: str, rows: list[Row]) -> None:
-    print(f"\n{title}: measured coverage of 95% intervals, mean [least, most]")
-    for n, sparse in itertools.product(sorted({row[0] for row in rows}), (False, True)):
-        found = np.array([row[3:] for row in rows if row[0] == n and row[2] == sparse])
-        if len(found):
-            ours, plain = (f"{c.mean():.3f} [{c.min():.3f}, {c.max():.3f}]" for c in found.T)
-            name = "near-degenerate" if sparse else "others"
-            print(f"  n={n:<4} {name:<15} {len(found):>3} scenarios   bootstrap-t {ours}   percentile {plain}")
-
-
-def grid(kind: Kind, means: list[tuple[float, float]], correlations: tuple[float, ...]) -> list[dict[str, Any]]:
-    cases = itertools.product(("binary", "graded"), (1, 4), correlations, means)
-    return [
-        {"kind": kind, "metric": m, "runs": r, "correlation": c, "accuracy": a, "difference": d}
-        for m, r, c, (a, d) in cases
-    ]
-
-
-DIFFERENCES = [(0.5, 0.0), (0.5, 0.05), (0.5, 0.2), (0.9, 0.05), (0.98, 0.0), (0.98, 0.02), (0.99, 0.05)]
-MEANS = [(a, 0.0) for a in (0.02, 0.5, 0.8, 0.95, 0.99)]
-TAILS = [
-    {"metric": "unbounded", "kind": kind, "difference": d, "correlation": c, "sigma": sigma}
-    for sigma in (0.3, 0.6, 1.0)
-    for kind, d, c in (("mean", 0.0, 0.0), ("difference", 0.0, 0.0), ("difference", 0.5, 0.8))
-]
-
-
-def check_coverage(rows: list[Row], least_small: float) -> None:
-    """The demands. The slack of 0.01 is one and a half standard errors of 1000 simulated data sets."""
-    for n, scenario, sparse, ours, _ in rows:
-        told = f"n={n} {scenario}: {ours:.3f}"
-        assert ours >= (0.93 - 0.01 if n >= 200 else least_small), told
-        if n >= 200 and not sparse:
-            assert ours <= 0.97 + 0.01, told
-    for n in {row[0] for row in rows}:
-        regular = [row[3] for row in rows if row[0] == n and not row[2]]
-        assert not regular or 0.93 <= np.mean(regular) <= 0.97, (n, np.mean(regular))
-
-
-def test_coverage_of_some_scenarios() -> None:
-    differences = grid("difference", [(0.5, 0.0), (0.9, 0.05)], (0.8,))
-    means = grid("mean", [(0.5, 0.0), (0.95, 0.0)], (0.5,))
-    for title, scenarios in (("differences", differences), ("means", means), ("without bounds", TAILS[3:6])):
-        rows = measured((30, 60, 200), scenarios, datasets=800)
-        show(title, rows)
-        check_coverage(rows, least_small=0.92)
-
-
-def test_percentile_bootstrap_fails_the_same_check() -> None:
-    rows = measured((30, 60), grid("mean", [(0.8, 0.0), (0.95, 0.0)], (0.5,)) + TAILS[:3], datasets=1200)
-    with pytest.raises(AssertionError, match="n=30"):
-        check_coverage([(n, scenario, sparse, plain, 0.0) for n, scenario, sparse, _, plain in rows], 0.92)
-    check_coverage(rows, least_small=0.92)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("title", "scenarios", "least_small"),
-    [
-        # 0.88: a difference of 0.05 at 0.99 that few problems carry, at 30 problems.
-        ("paired differences", grid("difference", DIFFERENCES, (0.0, 0.97)), 0.86),
-        ("means", grid("mean", MEANS, (0.0, 0.9)), 0.92),
-        ("without bounds", TAILS, 0.91),
-    ],
-)
-def test_coverage_over_the_grid(title: str, scenarios: list[dict[str, Any]], least_small: float) -> None:
-    rows = measured((30, 60, 200), scenarios, datasets=1000)
-    show(title, rows)
-    for row in sorted(rows, key=lambda row: row[3])[:3]:
-        print(f"  lowest: n={row[0]} {row[3]:.3f} {row[1]}")
-    check_coverage(rows, least_small)
-
-
-def test_coverage_is_reproducible_and_refuses_nonsense() -> None:
-    assert coverage(30, datasets=200) == coverage(30, datasets=200) != coverage(30, datasets=200, seed=1)
-    with pytest.raises(ValueError, match="mean scores"):
-        coverage(30, accuracy=0.1, difference=0.2)
-    with pytest.raises(ValueError, match="correlation"):
-        coverage(30, correlation=1.0)
 
 
 # ---------------------------------------------------------------- intervals
@@ -383,87 +268,6 @@ def test_holm_by_hand() -> None:
     for bad in (nan, -0.1, 1.1):
         with pytest.raises(ValueError, match="p-values"):
             holm({"a": 0.5, "b": bad})
-
-
-# ---------------------------------------------------------------- power
-
-
-def excludes_zero(differences: np.ndarray[Any, Any]) -> float:
-    ends = [interval_bounds(part, "difference", (0.0, 1.0)) for part in np.array_split(differences, 4)]
-    return float(np.mean(np.concatenate([(low > 0) | (high < 0) for low, high in ends])))
-
-
-def outcomes(n: int, difference: float, discordant: float, datasets: int = 3000) -> np.ndarray[Any, Any]:
-    chances = [(discordant + difference) / 2, (discordant - difference) / 2, 1 - discordant]
-    return np.random.default_rng(n).choice([1.0, -1.0, 0.0], p=chances, size=(datasets, n))
-
-
-@pytest.mark.parametrize(("difference", "discordant"), [(0.2, 0.3), (0.1, 0.15), (0.3, 0.4), (-0.2, 0.5)])
-def test_power_at_problems_needed(difference: float, discordant: float) -> None:
-    n = problems_needed(difference, discordant=discordant)
-    assert power_of(n, difference, discordant=discordant) >= 0.8 > power_of(n - 1, difference, discordant=discordant)
-    assert excludes_zero(outcomes(n, difference, discordant)) == pytest.approx(0.8, abs=0.03)
-
-
-@pytest.mark.parametrize("power", [0.5, 0.9])
-def test_other_powers(power: float) -> None:
-    n = problems_needed(0.15, discordant=0.3, power=power)
-    assert excludes_zero(outcomes(n, 0.15, 0.3)) == pytest.approx(power, abs=0.03)
-
-
-@pytest.mark.parametrize(("difference", "discordant"), [(0.2, 0.3), (0.1, 0.15)])
-def test_power_of_the_sign_test(difference: float, discordant: float) -> None:
-    n = problems_needed(difference, discordant=discordant, test="sign")
-    found = outcomes(n, difference, discordant)
-    wins, losses = (found > 0).sum(axis=1), (found < 0).sum(axis=1)
-    assert np.mean([sign_test(*pair) <= 0.05 for pair in zip(wins, losses, strict=True)]) == pytest.approx(
-        power_of(n, difference, discordant=discordant, test="sign"), abs=0.025
-    )
-    assert n >= problems_needed(difference, discordant=discordant)
-
-
-def test_runs_reduce_only_the_noise() -> None:
-    runs, noise, difference = 4, 0.6, 0.1
-    n = problems_needed(difference, discordant=0.3, runs=runs, noise=noise)
-    sd = spread(difference, discordant=0.3)
-    rng = np.random.default_rng(1)
-    between = sd * np.sqrt(1 - noise) * rng.standard_normal((3000, n))
-    within = sd * np.sqrt(noise) * rng.standard_normal((3000, n, runs)).mean(axis=2)
-    assert excludes_zero(difference + between + within) == pytest.approx(0.8, abs=0.03)
-    needed = [problems_needed(difference, runs=r, noise=noise) for r in (1, 4, 16, 10**6)]
-    assert needed == sorted(needed, reverse=True)
-    assert needed[-1] >= 0.9 * (1 - noise) * needed[0]
-    assert len({problems_needed(difference, runs=r, noise=0) for r in (1, 4)}) == 1
-
-
-def test_power_is_monotone_and_close_to_the_textbook() -> None:
-    found = [power_of(n, 0.1) for n in (2, 10, 50, 200, 1000, 10000)]
-    assert found == sorted(found)
-    assert found[-1] == pytest.approx(1.0)
-    assert problems_needed(0.01, sd=0.5) == pytest.approx((1.95996 + 0.84162) ** 2 * 0.25 / 1e-4, rel=0.01)
-    assert problems_needed(0.1) == problems_needed(-0.1) == problems_needed(0.1, discordant=0.3)
-    assert problems_needed(0.1, level=1 - 0.05 / 6) > problems_needed(0.1)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
-        ({"difference": 0}, "difference of 0"),
-        ({"difference": 0.1, "sd": 0.5, "discordant": 0.3}, "not both"),
-        ({"difference": 0.4, "discordant": 0.3}, "discordant must lie"),
-        ({"difference": 2}, "pass sd="),
-        ({"difference": 0.1, "sd": 0}, "must be positive"),
-        ({"difference": 0.1, "runs": 0}, "runs"),
-        ({"difference": 0.1, "noise": 1.5}, "noise"),
-        ({"difference": 0.1, "power": 1}, "power"),
-        ({"difference": 0.1, "level": 1}, "level"),
-        ({"difference": 0.1, "runs": 2, "test": "sign"}, "one run"),
-        ({"difference": 1e-6}, "100 million"),
-    ],
-)
-def test_power_refusals(arguments: dict[str, Any], match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        problems_needed(**arguments)
 
 
 def test_results_are_plain_numbers() -> None:

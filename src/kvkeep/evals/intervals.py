@@ -10,7 +10,7 @@ things mend that (:func:`interval_bounds`); :mod:`kvkeep.evals.coverage` measure
 * The critical value is the bootstrap's quantile of |t|, and never below Student's.
 * Scores without bounds (KL) have no pseudo-problems; their long tails get a critical value for each side.
 
-Measured (``pytest tests/test_stats.py -s``): 0.93 to 0.97 from 200 problems on, and above that only where few
+Measured (``pytest tests/test_stats_coverage.py -s``): 0.93 to 0.97 from 200 problems on, and above that only where few
 problems differ. At 30 problems it is 0.94 to 0.98, above that where few differ, and below in two cases: a
 bounded difference that a few problems in a hundred carry, all to one side (0.88), and scores without bounds
 with tails like a lognormal's (0.92 with sigma 1; 0.88 for the mean with ``coverage(30, kind="mean",
