@@ -39,10 +39,11 @@ def run(model: Any, name: str, ids: Tensor, first: int, **values: Any) -> list[F
 @pytest.mark.parametrize("name", list(FORMULAS))
 def test_kept_sets_follow_the_formula(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Grouped query heads, QK norm, a protected prompt; nine rounds in each of three layers and two heads."""
+    family = "llama" if name == "knorm" else "qwen3"  # QK norm makes all keys of a random model equally long
     ids = prompt(62, seed=4)
-    frames = run(tiny("qwen3"), name, ids, 11)
+    frames = run(tiny(family), name, ids, 11)
     rule = Rule(K, R, R, share=1)
-    say(check_scored(monkeypatch, "qwen3", frames, ids, rule, 11, FORMULAS[name][1], queries(name)), 54, name)
+    say(check_scored(monkeypatch, family, frames, ids, rule, 11, FORMULAS[name][1], queries(name)), 54, name)
 
 
 @pytest.mark.parametrize(("family", "attention"), [c for c in CASES if c != ("qwen3", "sdpa")])
@@ -120,7 +121,9 @@ def test_a_padded_batch_equals_each_row_alone(name: str, protect: str, monkeypat
         say(count, 24, f"{name} {protect} row {i}")
         with evict(model, **values) as cache:
             single = force(model, cache, rows[i], n)
-        if not count.near:
+        alone = check_scored(monkeypatch, "llama", single, rows[i], rule, n, FORMULAS[name][1], queries(name))
+        say(alone, 24, f"{name} {protect} row {i} alone")
+        if not count.near + alone.near:  # equal tokens have equally long keys, and rounding decides who goes
             assert all(torch.equal(a.kept[i], b.kept[0]) for a, b in zip(frames, single, strict=True))
             close(torch.stack([f.logits[i, -1] for f in frames]), torch.stack([f.logits[0, -1] for f in single]))
 
@@ -209,9 +212,9 @@ def test_forcing_in_chunks(name: str) -> None:
 def test_the_reference_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another formula, another window of queries, another pool: each is told apart."""
     ids, rule = prompt(62, seed=4), Rule(K, R, R, share=1)
-    frames = run(tiny("qwen3"), "snapkv", ids, 11)
+    frames = run(tiny("llama"), "snapkv", ids, 11)
     assert replay(frames, rule, 11)[1] == 9
     for name, w in (("knorm", R), ("keydiff", R), ("snapkv-loud", R), ("snapkv", R - 1), ("snapkv", R + 1)):
         with pytest.raises(AssertionError, match="from the cut"):
-            check_scored(monkeypatch, "qwen3", frames, ids, rule, 11, FORMULAS[name][1], w)
+            check_scored(monkeypatch, "llama", frames, ids, rule, 11, FORMULAS[name][1], w)
     assert NEAR < 1e-4
