@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -76,6 +76,7 @@ class Fake:
         reverse: problems come in the opposite order.
         lengths: prompts of this many different lengths.
         temperature: above 0 tokens would be sampled.
+        kl: the score is a divergence without bounds, 0 for the full cache.
     """
 
     fail: str = ""
@@ -84,9 +85,19 @@ class Fake:
     reverse: bool = False
     lengths: int = 1
     temperature: float = 0.0
-    metric: ClassVar[str] = "accuracy"
-    bounds: ClassVar[tuple[float, float] | None] = (0.0, 1.0)
-    higher_is_better: ClassVar[bool] = True
+    kl: bool = False
+
+    @property
+    def metric(self) -> str:
+        return "kl" if self.kl else "accuracy"
+
+    @property
+    def bounds(self) -> tuple[float, float] | None:
+        return None if self.kl else (0.0, 1.0)
+
+    @property
+    def higher_is_better(self) -> bool:
+        return not self.kl
 
     @property
     def name(self) -> str:
@@ -118,7 +129,10 @@ class Fake:
             "peak_bytes": held * 70.0,
         }
         right = luck < (0.95 if not evicts else 0.8 if protects else 0.1)
-        return Outcome(float(right), luck < 0.97, luck > 0.99, 90, text, stats, {"steps": luck})
+        tokens = 90 - (item.data or 0) % 3 if evicts else 90
+        if self.kl:
+            return Outcome(luck * evicts, True, False, tokens, "", stats, {"nll": 1 + luck, "nll_full": 1.0})
+        return Outcome(float(right), luck < 0.97, luck > 0.99, tokens, text, stats, {"steps": luck})
 
 
 def draw(text: str) -> float:

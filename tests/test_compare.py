@@ -1,4 +1,4 @@
-"""Comparisons without a model: folders, resumes, statistics, reports."""
+"""Comparisons without a model: statistics, reports, readings."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 
 from comparing import Fake, abacus_model, fake, fake_config, run_here, without_clock  # noqa: F401 - fixtures
-from kvkeep.evals import folder as folder_module
 from kvkeep.evals import stats
 from kvkeep.evals.cli import carry_out
 from kvkeep.evals.compared import mean_score
-from kvkeep.evals.pool import BatchFailed
 from kvkeep.evals.reading import read
-from kvkeep.evals.run import prepare
 from kvkeep.evals.summary import check, failures, same, scores_of, summarise
+from kvkeep.evals.task import Item
+from kvkeep.report.compare_tables import signed
 
 pytestmark = pytest.mark.usefixtures("fake")
 #: The promise of the command's ``--json``.
@@ -69,13 +68,21 @@ def test_numbers_are_those_of_the_samples(abacus_model: Path, tmp_path: Path) ->
     run = run_here(config, tmp_path / "run")
     summary = summarise(run)
     for made in run.prepared.cells:
-        wanted = {f"p{i}": [Fake()._one(made.settings, type("I", (), {"id": f"p{i}"})(), r, 1).score for r in range(3)]
-                  for i in range(20)}  # fmt: skip
+        outcomes = {f"p{i}": [Fake()._one(made.settings, Item(f"p{i}", (), 100, i), r, 1) for r in range(3)]
+                    for i in range(20)}  # fmt: skip
+        wanted = {name: [outcome.score for outcome in mine] for name, mine in outcomes.items()}
         mine = [row for row in run.samples if row["cell"] == made.id]
         assert scores_of(mine) == wanted
         found = next(c for c in summary["cells"] if c["id"] == made.id)
         assert found["accuracy"] == pytest.approx(mean_score(wanted))
         assert found["mean_bytes"] == 64 * (made.budget or 100)
+        every = [outcome for runs in outcomes.values() for outcome in runs]
+        assert found["mean_tokens"] == pytest.approx(sum(o.tokens for o in every) / 60)
+        assert found["truncated"] == sum(o.truncated for o in every)
+        assert found["answered"] == sum(o.answered for o in every)
+        assert found["metrics"]["steps"] == pytest.approx(sum(o.metrics["steps"] for o in every) / 60)
+        seconds, solved = sum(row["seconds"] for row in mine), sum(o.score for o in every)
+        assert found["seconds_per_solved"] == (pytest.approx(seconds / solved) if solved else None)
     assert cell(summary, "random")["byte_compression"] == 2.0
     a, b = (scores_of([row for row in run.samples if f"| {arm} | {at}" in row["cell"]])
             for arm, at in (("random", "2x"), ("full", "1x")))  # fmt: skip
@@ -89,60 +96,6 @@ def test_the_order_of_problems_changes_nothing(abacus_model: Path, tmp_path: Pat
         cells = [{k: v for k, v in c.items() if k not in ("id", "task")} for c in summary["cells"]]
         found.append(without_clock(cells))
     assert found[0] == found[1]
-
-
-def test_what_is_done_is_not_done_again(
-    abacus_model: Path,  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    config = fake_config(abacus_model)
-    first = run_here(config, tmp_path)
-    monkeypatch.setattr(Fake, "run", lambda *args: pytest.fail("ran again"))
-    again = run_here(config, tmp_path)
-    assert again.samples == first.samples
-
-
-@pytest.mark.parametrize("lost", [1, 300, 3000])
-def test_a_torn_file_is_completed_to_the_same_results(
-    abacus_model: Path,  # noqa: F811
-    tmp_path: Path,
-    lost: int,
-) -> None:
-    config = fake_config(abacus_model)
-    whole = run_here(config, tmp_path / "whole")
-    torn = tmp_path / "torn"
-    run_here(config, torn)
-    for name in ("samples.jsonl", "checks.jsonl"):
-        data = (torn / name).read_bytes()
-        (torn / name).write_bytes(data[: max(0, len(data) - lost)])
-    again = run_here(config, torn)
-    assert without_clock(again.samples) == without_clock(whole.samples)
-    assert without_clock(summarise(again)) == without_clock(summarise(whole))
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"problems": 21}, "problems is 20 there and 21 now"),
-        ({"seed": 1}, "seed is 0 there and 1 now"),
-        ({"compressions": (2.0,)}, r"compressions is \[2.0, 4.0\] there and \[2.0\] now"),
-        ({"batch": 5}, "batch is 6 there and 5 now"),
-        ({"tasks": ("fake:skip=0.1",)}, r"tasks\[0\] is \"fake\" there"),
-    ],
-)
-def test_another_comparison_is_refused(
-    abacus_model: Path,  # noqa: F811
-    tmp_path: Path,
-    changes: dict[str, Any],
-    says: str,
-) -> None:
-    config = fake_config(abacus_model)
-    run_here(config, tmp_path)
-    before = (tmp_path / "samples.jsonl").read_bytes()
-    with pytest.raises(ValueError, match=says):
-        run_here(replace(config, **changes), tmp_path)
-    assert (tmp_path / "samples.jsonl").read_bytes() == before
 
 
 def test_primary_comparisons_are_declared_before_the_run(abacus_model: Path, tmp_path: Path) -> None:  # noqa: F811
@@ -177,20 +130,18 @@ def test_arms_are_compared_with_full_and_with_the_best_trivial_one(abacus_model:
     assert not any(a == best and kind == "best trivial" for a, _, kind in kinds)
 
 
-def test_other_versions_are_refused_unless_allowed_and_then_marked(
-    abacus_model: Path,  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    config = fake_config(abacus_model)
-    assert not summarise(run_here(config, tmp_path))["mixed"]
-    real = folder_module.environment.all_versions()
-    monkeypatch.setattr(folder_module.environment, "all_versions", lambda: {**real, "torch": "9.9"})
-    with pytest.raises(ValueError, match=r"was begun with versions.torch .* this is \"9.9\""):
-        run_here(config, tmp_path)
-    assert summarise(run_here(config, tmp_path, allow_mixed=True))["mixed"]
-    with pytest.raises(ValueError, match=r"versions\.torch"):  # the mark stays, and so does the question
-        run_here(config, tmp_path)
+def test_scores_without_bounds_go_all_the_way(abacus_model: Path, tmp_path: Path) -> None:  # noqa: F811
+    """The full cache's divergence from itself is 0 everywhere, which limits nothing."""
+    config = fake_config(abacus_model, tasks=("fake:kl=true",), primary=["random vs recency"])
+    summary = carry_out(config, tmp_path / "run", workers=0)
+    full, random = cell(summary, "full", 1.0), cell(summary, "random")
+    assert (full["accuracy"], full["low"], full["high"]) == (0.0, None, None)
+    assert 0 < random["low"] < random["accuracy"] < random["high"]
+    low, high = random["metric_intervals"]["perplexity"]
+    assert low < random["metrics"]["perplexity"] < high
+    text = (tmp_path / "run" / "report.md").read_text()
+    assert "the full cache's is .000 [open, open]" in text
+    assert (tmp_path / "run" / "score.png").exists()
 
 
 def test_samples_without_a_round_are_counted_and_marked(
@@ -213,64 +164,6 @@ def test_a_cell_without_any_round_fails_the_run_after_writing_it(abacus_model: P
     assert cell(json.loads((tmp_path / "cells.json").read_text()), "random")["not_evicted"] == 20
 
 
-def test_a_batch_that_fails_names_its_cell_and_leaves_the_rest(
-    abacus_model: Path,  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    config = fake_config(abacus_model, tasks=("fake:fail=p13",))
-    with pytest.raises(BatchFailed, match=r"cell .* \| full \| 1x, batch \d+ failed: ArithmeticError: the sky fell"):
-        run_here(config, tmp_path)
-    assert (tmp_path / "samples.jsonl").read_text().count("\n") > 0
-    assert not (tmp_path / "cells.json").exists()
-    broken = Fake._one
-    monkeypatch.setattr(Fake, "_one", lambda self, *rest: broken(replace(self, fail=""), *rest))
-    assert len(run_here(config, tmp_path).samples) == 7 * 20  # goes on where it failed
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"score": float("nan")}, "score is nan"),
-        ({"stats": {}}, "did not report rounds, evicted"),
-        ({"metrics": {"steps": float("inf")}}, "steps is inf"),
-    ],
-)
-def test_no_sample_is_ever_a_hole(
-    abacus_model: Path,  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    change: dict[str, Any],
-    says: str,
-) -> None:
-    whole = Fake._one
-    monkeypatch.setattr(Fake, "_one", lambda self, *rest: replace(whole(self, *rest), **change))
-    with pytest.raises(BatchFailed, match=says):
-        run_here(fake_config(abacus_model), tmp_path)
-
-
-def test_more_entries_than_the_budget_fail_the_run(
-    abacus_model: Path,  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    whole = Fake._one
-
-    def greedy(self: Fake, *rest: Any) -> Any:
-        made = whole(self, *rest)
-        return replace(made, stats={**made.stats, "peak_entries": 55})  # K + r = 54
-
-    monkeypatch.setattr(Fake, "_one", greedy)
-    with pytest.raises(BatchFailed, match=r"55 entries a head are more than K \+ r = 54"):
-        run_here(fake_config(abacus_model, "random", compressions=(2.0,)), tmp_path)
-
-
-def test_a_missing_sample_is_an_error(abacus_model: Path, tmp_path: Path) -> None:  # noqa: F811
-    run = run_here(fake_config(abacus_model), tmp_path)
-    with pytest.raises(RuntimeError, match="has 19 of its 20 samples"):
-        summarise(replace(run, samples=run.samples[1:]))
-
-
 def test_samples_are_run_again_alone(abacus_model: Path, tmp_path: Path) -> None:  # noqa: F811
     run = run_here(fake_config(abacus_model, check=8), tmp_path / "same")
     assert check(run)["samples"] == 8
@@ -291,30 +184,44 @@ def test_samples_without_text_agree_by_their_numbers() -> None:
 
 
 def test_the_reading_says_what_the_numbers_say(abacus_model: Path, tmp_path: Path) -> None:  # noqa: F811
-    (abacus_model / "kvkeep_model.json").write_text(json.dumps({"caveat": "Made up: claims nothing."}))
+    (abacus_model / "kvkeep_model.json").write_text(json.dumps({"caveat": "made up: claims nothing"}))
     try:
-        run = run_here(fake_config(abacus_model, problems=100), tmp_path)
+        primary = ["random:protect=none vs full", "random vs recency @2"]
+        run = run_here(fake_config(abacus_model, problems=100, primary=primary), tmp_path)
     finally:
         (abacus_model / "kvkeep_model.json").unlink()
     summary = summarise(run)
     text = read(run, summary)
-    told = next(c for c in summary["comparisons"] if (c["a"], c["b"]) == ("random:protect=none", "full"))
-    assert f"Random:protect=none against the full cache: {told['difference']:+.3f}" in text
-    assert "Protecting the prompt under random: +0." in text
-    assert "cannot tell apart (the interval holds 0): random and recency at 2x" in text
-    assert "so all of this is exploratory" in text
+    declared, _, exploratory = text.partition("Exploratory")
+    told = next(c for c in summary["primary"]["comparisons"] if c["b"] == "full")
+    assert f"Random:protect=none against the full cache: {signed(told['difference'])} [" in declared
+    assert "(Holm p = " in declared
+    assert "Protecting the prompt under random: +." in exploratory
+    unclear = exploratory.partition("cannot tell apart: ")[2]
+    assert "random and recency " in unclear
+    assert "at 2x (Holm p = " in unclear
     assert text.endswith("Made up: claims nothing.")
+    assert all(c["caveat"] == "made up: claims nothing" for c in summary["cells"])
+    bare = run_here(fake_config(abacus_model), tmp_path / "bare")
+    assert "No comparison was declared" in read(bare, summarise(bare))
 
 
-def test_one_writer_at_a_time(abacus_model: Path, tmp_path: Path) -> None:  # noqa: F811
-    with folder_module.locked(tmp_path), pytest.raises(ValueError, match="another process writes"):
-        run_here(fake_config(abacus_model), tmp_path)
+def test_a_declared_difference_that_holm_does_not_bear_is_not_claimed(
+    abacus_model: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = run_here(fake_config(abacus_model, problems=100, primary=["random vs full"]), tmp_path)
+    assert "Random against the full cache" in read(run, summarise(run))
+    monkeypatch.setattr(stats, "holm", lambda p: dict.fromkeys(p, 0.2))
+    text = read(run, summarise(run))
+    assert "Random against the full cache" not in text
+    assert "(Holm p = 0.2)" in text.partition("cannot tell apart")[2]
 
 
-def test_other_weights_are_refused(abacus_model: Path, tmp_path: Path) -> None:  # noqa: F811
-    config = fake_config(abacus_model)
-    run_here(config, tmp_path)
-    prepared = prepare(config)
-    swapped = replace(prepared, models=[replace(prepared.models[0], identity={"model.safetensors": "0"})])
-    with pytest.raises(ValueError, match="results of other weights"):
-        folder_module.claim(tmp_path, swapped, folder_module.environment.cores(), True)
+def test_a_task_that_separates_nothing_is_called_so(abacus_model: Path, tmp_path: Path) -> None:  # noqa: F811
+    run = run_here(fake_config(abacus_model, "full", "random:protect=none", problems=60), tmp_path)
+    assert "at one end of the scale" not in read(run, summarise(run))
+    for row in run.samples:
+        row["score"] = 1.0
+    assert "at one end of the scale" in read(run, summarise(run))

@@ -63,6 +63,13 @@ def test_plan_runs_nothing(
     assert not (tmp_path / "run").exists()
     assert kvkeep(monkeypatch, *words, "--problems", "5000") == 0
     assert "5000 are enough" in " ".join(capsys.readouterr().out.split())
+    file = tmp_path / "plan.json"
+    assert kvkeep(monkeypatch, *words, "--discordant", "0.06", "--json", str(file)) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "two arms differ on 6% of them" in said
+    plan = json.loads(file.read_text())
+    assert 20 < plan["power"]["needed"] < 400
+    assert len(plan["cells"]) == 11
 
 
 @pytest.mark.parametrize(
@@ -72,6 +79,10 @@ def test_plan_runs_nothing(
         (["--task", "abacs"], "did you mean abacus?"),
         (["--compression", "2;4"], "--compression takes numbers"),
         (["--compression", "9"], "The smallest K that works for this cell is 114."),
+        (["--attention", "sdap"], "unknown attention 'sdap': did you mean sdpa?"),
+        (["--dtype", "float61"], "unknown dtype 'float61': did you mean float16"),
+        (["--device", "cuda:77"], "device 'cuda:77' cannot be used"),
+        (["--budget", "0"], "at least 1, got 0"),
         (["--engine", "vllm"], "unknown engine 'vllm': known are transformers"),
         (["--temperature", "0.6"], "task abacus takes no temperature"),
         (["--primary", "random vs nobody"], "there is no arm 'nobody'"),
@@ -108,6 +119,8 @@ def test_a_worker_that_cannot_load_its_model_says_so(
     assert kvkeep(monkeypatch, *words, "--workers", "1", "--out", str(tmp_path / "run")) == 2
     said = capsys.readouterr().err
     assert "abacus:n=4,mode=r2 | full | 1x" in said
+    assert "Traceback" not in said
+    assert "Traceback" in (tmp_path / "run" / "failure.log").read_text()
 
 
 def test_questions_are_sampled_and_graded(

@@ -55,6 +55,13 @@ def test_sampling_is_reproducible_and_leaves_the_global_generator_alone() -> Non
     assert runs[0] != engine().generate([ids(8)], [0], Sampling(30, 1.0, 0.9, True, seed=4))[0].tokens
 
 
+def test_prompts_do_not_share_their_sampling_noise() -> None:
+    """At a temperature where the model hardly matters, two prompts with one sample number get other tokens."""
+    sampling = Sampling(max_new_tokens=20, temperature=1000.0, ignore_end=True)
+    first, second = (engine().generate([ids(8, seed)], [0], sampling)[0].tokens for seed in (0, 1))
+    assert sum(a == b for a, b in zip(first, second, strict=True)) <= 5
+
+
 def test_an_end_token_ends_its_own_row_only() -> None:
     """Rows that end are padded by generate; their tokens stop at the end token."""
     free = engine().generate([ids(13), ids(6, 1)], [0, 0], Sampling(max_new_tokens=40, ignore_end=True))

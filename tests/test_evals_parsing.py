@@ -44,6 +44,12 @@ def test_a_label_is_not_an_option() -> None:
     assert (arm.label, arm.text, arm.protect) == ("shared", "random:draw=model", "prompt")
 
 
+def test_no_label_hides_what_an_arm_costs() -> None:
+    hidden = Arm.parse("random:scope=trace,buffer=32,protect=none,label=random")
+    assert hidden.label == "random:scope=trace,buffer=32"
+    assert Arm.parse("random:growth=2.0,label=x").label == "x:growth=2.0"
+
+
 @pytest.mark.parametrize(
     ("texts", "says"),
     [
@@ -59,6 +65,7 @@ def test_a_label_is_not_an_option() -> None:
         (["full:protect=none"], "full evicts nothing"),
         (["random", "random"], "two arms are called 'random'"),
         (["random", "recency:label=random"], "two arms are called 'random'"),
+        (["random:label=two words"], "a label has no spaces"),
         ([], "at least one --policy"),
     ],
 )
@@ -82,7 +89,12 @@ def test_tasks_by_name() -> None:
         ("abacus:mod=r0", "did you mean mode?"),
         ("abacus:mode=r3", "mode must be one of r0"),
         ("abacus:n=99", "n must lie in 3..40"),
-        ("questions", "path"),
+        ("questions", "needs path=..."),
+        ("questions:path=5,grader=number", "path must be text, got 5"),
+        ("abacus:n=16.5", "n must be a whole number, got 16.5"),
+        ("abacus:n=x", "n must be a whole number, got 'x'"),
+        ("abacus:seed=true", "seed must be a whole number, got True"),
+        ("planted:heads=1.5", "heads must be a whole number or text, got 1.5"),
         ("questions:path=x,grader=numbr", "did you mean number?"),
     ],
 )
@@ -120,6 +132,8 @@ def test_primary_comparisons() -> None:
         ({"problems": 0}, "problems must be at least 2"),
         ({"compressions": ()}, "give --compression"),
         ({"budgets": (64,)}, "one of the two"),
+        ({"budgets": (0,), "compressions": ()}, "at least 1, got 0"),
+        ({"budgets": (64, -5), "compressions": ()}, "at least 1, got -5"),
         ({"compressions": (0.5,)}, "at least 1"),
         ({"compressions": (2.0, 2.0)}, "given twice"),
         ({"tasks": ("fake", "fake")}, "a task is given twice"),

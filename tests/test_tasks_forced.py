@@ -62,7 +62,7 @@ def test_a_name_makes_the_task_again(text: str) -> None:
         ("stream:tokens=0", "tokens must be a whole number of at least 1"),
         ("stream:skip=2047", "skip must lie in 64..2046"),
         ("passcode:where=here", "where must be prompt or trace"),
-        ("passcode:answer=x", "answer must be a whole number"),
+        ("passcode:answer=x", "answer must be a whole number, got 'x'"),
     ],
 )
 def test_bad_options(text: str, says: str) -> None:

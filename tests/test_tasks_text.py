@@ -21,6 +21,7 @@ from kvkeep.evals.task import Item
 from kvkeep.evals.tasks.passcode import Passcode, says
 from kvkeep.evals.tasks.stream import Stream, side_by_side
 from kvkeep.evals.tasks.text import read_passages
+from kvkeep.hf.cache import EvictCache
 from kvkeep.hf.engine import HFEngine
 
 
@@ -63,10 +64,10 @@ def test_kl_is_that_of_the_whole_distributions(file: str, skip: int) -> None:
         said = torch.tensor(item.data).unsqueeze(-1)
         nll, nll_full = (-x.gather(-1, said)[first:].mean() for x in (ours, full))
         assert close(told.score, float(kl[first:].mean()))
-        assert told.score > 0.01
+        assert told.score > 0.004
         assert close(told.metrics["nll"], float(nll))
         assert close(told.metrics["nll_full"], float(nll_full))
-        assert close(told.metrics["perplexity"], float(nll.exp()), 0.1)
+        assert close(told.metrics["nll_rise"], float(nll) - told.metrics["nll_full"], 1e-3)
         assert close(told.metrics["top1"], float((ours.argmax(-1) == full.argmax(-1))[first:].float().mean()))
         assert told.stats["rounds"] > 5
         assert told.tokens == 130
@@ -149,6 +150,27 @@ def test_both_places_see_the_same_tokens(file: str) -> None:
     assert prompt == Passcode(tokens=400, path=file).items(bytes_tokenizer(), 6, 3)
 
 
+def test_problems_that_share_a_prompt_do_not_share_draws(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = Passcode(tokens=300, where="trace", answer=6, path=file)
+    items = task.items(bytes_tokenizer(), 3, 0)
+    assert len({item.prompt for item in items}) == 1
+    kept: list[list[Tensor]] = []
+    close_cache = EvictCache.close
+
+    def close_and_note(cache: EvictCache) -> None:
+        kept.append([cache.kept_positions(row) for row in range(len(cache.rows))])
+        close_cache(cache)
+
+    monkeypatch.setattr(EvictCache, "close", close_and_note)
+    for batch, samples in ((items, [0, 0, 0]), (items[1:2], [0]), (items[1:2], [1])):
+        task.run(prose(), batch, samples, 0)
+    together, alone, other = kept
+    assert not torch.equal(together[0], together[1])
+    assert not torch.equal(together[1], together[2])
+    assert torch.equal(together[1], alone[0])
+    assert not torch.equal(alone[0], other[0])
+
+
 @pytest.mark.parametrize("where", ["prompt", "trace"])
 def test_answers_are_graded(file: str, where: str) -> None:
     task = Passcode(tokens=300, where=where, answer=6, path=file)
@@ -174,7 +196,9 @@ def test_answers_are_graded(file: str, where: str) -> None:
         ("4-7-2-9-1", True),
         ("**4, 7, 2, 9, 1**", True),
         ("4 7 2 9", False),
-        ("4 7 2 9 1 5", True),
+        ("4 7 2 9 1 5", False),
+        ("8 4 7 2 9 1", False),
+        ("4 7 2 9 1. 3 times", True),
         ("347291", False),
         ("472915", False),
         ("4 7 2 then 9 1", False),

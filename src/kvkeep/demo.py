@@ -23,6 +23,9 @@ def demo(
     problems: Annotated[int, typer.Option(help="Problems of each cell.")] = 60,
     workers: Annotated[int, typer.Option(min=0, help="Processes; they share the cores.")] = 2,
     json: Annotated[Path | None, typer.Option("--json", help="Also write the numbers to this file.")] = None,
+    allow_mixed: Annotated[
+        bool, typer.Option("--allow-mixed", help="Resume although versions, code or threads differ; marks it.")
+    ] = False,
 ) -> None:
     """Compare the full cache, random (three ways), streaming and a window on abacus, at 2x and 4x."""
     check_writable(json)
@@ -38,4 +41,4 @@ def demo(
         problems=problems,
         backend=backend("transformers", None, "sdpa", None),
     )
-    carry_out(config, folder, workers=workers, json=json)
+    carry_out(config, folder, workers=workers, allow_mixed=allow_mixed, json=json)

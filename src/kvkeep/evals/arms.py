@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,8 @@ from .spelling import parse, spell, suggest
 
 #: Settings an arm may set; the budget is the comparison's, the same for every arm.
 FIELDS = ("protect", "buffer", "window", "scope", "seed", "growth")
+#: Those among them that change how many entries an arm may hold; no label hides them.
+COSTS = ("buffer", "window", "scope", "growth")
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,7 @@ class Arm:
     """One policy of a comparison.
 
     Attributes:
-        label: names the arm in tables and in ``--primary``.
+        label: names the arm in tables and in ``--primary``; settings that change what it costs are always in it.
         policy: short name of the policy.
         values: fields of :class:`~kvkeep.settings.Settings` that were given.
         options: options of the policy that were given.
@@ -39,6 +42,8 @@ class Arm:
         """
         name, given = parse(text, "arm")
         label = given.pop("label", None)
+        if label is not None and re.search(r"\s", str(label)):
+            raise ValueError(f"arm {text!r}: a label has no spaces, since --primary names arms by it")
         allowed = option_names(name)
         values = {key: value for key, value in given.items() if key in FIELDS}
         options = {key: value for key, value in given.items() if key not in FIELDS}
@@ -47,7 +52,9 @@ class Arm:
                 raise ValueError(f"arm {text!r}: the budget is the same for all arms; pass it as --budget")
             if key not in allowed:
                 raise ValueError(f"arm {text!r} has no option {key!r}: {suggest(key, [*allowed, *FIELDS, 'label'])}")
-        made = cls(str(label) if label is not None else spell(name, given), name, values, options)
+        costs = {key: value for key, value in values.items() if key in COSTS}
+        shown = spell(name, given) if label is None else spell(str(label), costs)
+        made = cls(shown, name, values, options)
         if not make_policy(name, options).evicts and set(values) - {"seed"}:
             raise ValueError(f"arm {text!r}: {name} evicts nothing, so it takes no {', '.join(values)}")
         made.settings(2**40, None, 0)  # refuse bad values now; whether a real budget fits is the cells' business

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from math import floor
 from statistics import fmean
 from typing import Any
@@ -34,8 +34,8 @@ class ItemSet:
 
     @property
     def digest(self) -> str:
-        """Changes when a problem or the tokenizer does."""
-        said = [[item.id, list(item.prompt), item.length] for item in self.items]
+        """Changes when a problem, its answer or the tokenizer does."""
+        said = [[item.id, list(item.prompt), item.length, _plain(item.data)] for item in self.items]
         return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
 
 
@@ -64,6 +64,26 @@ class Cell:
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON."""
         return {**{k: v for k, v in vars(self).items() if k != "settings"}, "settings": self.settings.to_dict()}
+
+
+def _plain(data: Any) -> Any:
+    """What a task keeps of a problem, ready for JSON.
+
+    Raises:
+        ValueError: there is something in it that has no text of its own.
+    """
+    if data is None or isinstance(data, str | int | float):
+        return data
+    if isinstance(data, Mapping):
+        return {str(key): _plain(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_plain(value) for value in data]
+    if is_dataclass(data):
+        return {f.name: _plain(getattr(data, f.name)) for f in fields(data)}
+    raise ValueError(
+        f"a problem's data holds a {type(data).__name__}: use dataclasses, dicts, lists, strings and numbers, so that "
+        "a resumed run can tell whether its problems are the same"
+    )
 
 
 def make_sets(config: Config, models: Sequence[Model]) -> list[ItemSet]:

@@ -51,10 +51,16 @@ def compare(
         False
     ),
     difference: Annotated[float, typer.Option(help="With --plan: the difference that should be seen.")] = 0.1,
+    discordant: Annotated[
+        float | None, typer.Option(help="With --plan: share of problems on which two arms differ, from a pilot.")
+    ] = None,
+    sd: Annotated[
+        float | None, typer.Option(help="With --plan: standard deviation of a problem's difference, from a pilot.")
+    ] = None,
     check: Annotated[int, typer.Option(help="Samples run again alone, to see that batches change nothing.")] = 4,
     texts: Annotated[bool, typer.Option("--texts", help="Keep every trace.")] = False,
     allow_mixed: Annotated[
-        bool, typer.Option("--allow-mixed", help="Resume although versions or threads differ; marks the results.")
+        bool, typer.Option("--allow-mixed", help="Resume although versions, code or threads differ; marks it.")
     ] = False,
     engine: Annotated[str, typer.Option(help="transformers")] = "transformers",
     dtype: Annotated[str | None, typer.Option(help="Default: float32 on CPU, else the checkpoint's own.")] = None,
@@ -67,6 +73,7 @@ def compare(
     """Compare policies at equal budgets: scores, costs, paired intervals; resumes after a kill."""
     check_writable(json)
     from .config import Config, Primary
+    from .preview import show_plan
     from .tasks import with_options
 
     sampling = {"temperature": temperature, "top_p": top_p, "max_new_tokens": max_new_tokens}
@@ -93,7 +100,7 @@ def compare(
         texts=texts,
     )
     if plan:
-        show_plan(config, difference)
+        show_plan(config, difference, discordant, sd, json, out)
         return
     carry_out(config, folder, workers=workers, allow_mixed=allow_mixed, json=json)
 
@@ -123,7 +130,7 @@ def carry_out(
     import json as json_module
 
     from ..report.compare_files import FIGURES, write_all
-    from ..report.compare_tables import terminal
+    from ..report.compare_tables import checked, terminal
     from .reading import read
     from .run import Interrupted, execute, prepare
     from .summary import failures, summarise
@@ -136,58 +143,18 @@ def carry_out(
         raise typer.Exit(130) from None
     summary = summarise(run)
     reading = read(run, summary)
-    write_all(folder, summary, reading, json_module.loads((folder / "environment.json").read_text()))
+    environment = json_module.loads((folder / "environment.json").read_text())
+    write_all(folder, summary, reading, environment)
     if json is not None:
-        write_json(json, {**summary, "reading": reading})
+        write_json(json, {**summary, "reading": reading, "environment": environment})
     for made in terminal(summary):
         out.print(made)
-    told = summary["check"]
     out.print(reading, markup=False, highlight=False)
-    out.print(f"\n{told['samples']} samples were run again alone, {told['different']} came out differently.")
+    out.print(f"\n{checked(summary['check'])}")
     out.print(f"report: {folder / 'report.md'}   figures: {', '.join(str(folder / name) for name in FIGURES)}")
     if found := failures(summary):
         raise RuntimeError("\n".join(found))
     return summary
-
-
-def show_plan(config: Config, difference: float) -> None:
-    """Print what would run, and how many problems a difference needs."""
-    from ..report.tables import table
-    from .compared import declared_pairs
-    from .power import DISCORDANT, Test, problems_needed
-    from .run import expected_tokens, prepare
-    from .tasks import make_task
-
-    if not 0 < difference < 1:
-        raise ValueError(f"--difference must lie in (0, 1), got {difference}")
-    prepared = prepare(config)
-    rows = []
-    for cell in prepared.cells:
-        mine = [batch for batch in prepared.batches if batch.cell == cell.id]
-        k = "-" if cell.budget is None else cell.budget
-        rows.append((cell.arm, cell.model, cell.task, f"{cell.compression:g}x", k, len(mine), expected_tokens(mine)))
-    columns = ["arm", "model", "task", "asked", "K", "batches", "tokens"]
-    out.print(table(f"{len(prepared.cells)} cells", columns, rows))
-    batches = [*prepared.batches, *prepared.checks]
-    out.print(
-        f"{len(prepared.batches)} batches and {len(prepared.checks)} samples to check, about "
-        f"{expected_tokens(batches):,} tokens (prompts included)"
-    )
-    if any(make_task(text).bounds is None for text in config.tasks):
-        out.print("scores without bounds: how many problems they need depends on their spread; look at a pilot's")
-        return
-    declared = len(declared_pairs(config, prepared.cells))
-    # Declared comparisons are judged by the exact sign test, where its power is known: it is the stricter one.
-    test: Test = "sign" if declared and config.runs == 1 else "interval"
-    needed = problems_needed(difference, runs=config.runs, level=1 - 0.05 / max(1, declared), test=test)
-    verdict = "enough" if config.problems >= needed else f"not enough: pass --problems {needed}"
-    judged = f" by the {'sign test' if test == 'sign' else 'interval'}"
-    family = f", as one of {declared} primary comparisons under Holm's correction," if declared > 1 else ""
-    apart = max(DISCORDANT, difference)
-    out.print(
-        f"to see a difference of {difference:g} with 80% power at the 95% level{judged}{family} takes about {needed} "
-        f"problems; {config.problems} are {verdict} (assumed: two arms differ on {apart:.0%} of them)"
-    )
 
 
 def _numbers(text: str | None, option: str, kind: Any) -> list[Any]:

@@ -14,6 +14,8 @@ from .tasks import make_task
 
 #: Rules that cost next to nothing: what a cleverer one must beat.
 TRIVIAL = ("random", "streaming", "recency", "knorm")
+#: Family-wise level of the declared comparisons.
+ALPHA = 0.05
 Scores = Mapping[str, list[float]]
 
 
@@ -68,9 +70,21 @@ class Pairs:
         found = self.partner(cell, labels[0]) if labels else None
         return None if cell.budget is None else found
 
+    def declared(self, a: Cell, b: Cell) -> bool:
+        """Whether the comparison of two cells, either way round, was declared before the run."""
+        return any({pair.a.id, pair.b.id} == {a.id, b.id} for pair in declared_pairs(self.config, self.cells))
+
     def best_trivial(self, cell: Cell) -> Cell | None:
-        """The best of the trivial policies, without options, at the same budget; None if that is the cell itself."""
-        labels = [label for label, arm in self.arms.items() if arm.policy in TRIVIAL and not arm.options]
+        """The best of the trivial policies with the same protection at the same budget; None if that is the cell.
+
+        Which is best is read off the same samples, so a difference to it is biased towards 0 or below.
+        """
+        protect = self.arms[cell.arm].protect
+        labels = [
+            label
+            for label, arm in self.arms.items()
+            if arm.policy in TRIVIAL and not arm.options and arm.protect == protect
+        ]
         found = [other for label in labels if (other := self.partner(cell, label)) is not None]
         if cell.budget is None or not found:
             return None
@@ -94,6 +108,13 @@ def declared_pairs(config: Config, cells: Iterable[Cell]) -> list[Pair]:
     ]
 
 
+def adjusted(pairs: Pairs) -> list[tuple[Pair, float]]:
+    """The declared comparisons with their p-values after Holm's correction over all of them."""
+    declared = declared_pairs(pairs.config, pairs.cells)
+    family = stats.holm({pair.id: pairs.compare(pair).p_sign for pair in declared}) if declared else {}
+    return [(pair, family[pair.id]) for pair in declared]
+
+
 def finite(end: float) -> float | None:
     """An end of an interval for JSON; None where nothing limits it."""
     return end if isfinite(end) else None
@@ -107,9 +128,8 @@ def mean_score(scores: Scores) -> float:
 
 def comparisons(pairs: Pairs) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The declared comparisons, with Holm's correction over all of them, and the exploratory ones."""
-    declared = declared_pairs(pairs.config, pairs.cells)
-    family = stats.holm({pair.id: pairs.compare(pair).p_sign for pair in declared}) if declared else {}
-    primary = [{**_row(pairs, pair, "primary"), "p_holm": family[pair.id]} for pair in declared]
+    family = {pair.id: p for pair, p in adjusted(pairs)}
+    primary = [{**_row(pairs, pair, "primary"), "p_holm": p} for pair, p in adjusted(pairs)]
     others: dict[str, dict[str, Any]] = {}
     for cell in pairs.cells:
         for kind, other in (("full", pairs.full(cell)), ("best trivial", pairs.best_trivial(cell))):

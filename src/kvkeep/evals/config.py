@@ -107,6 +107,8 @@ class Config:
     def _check_levels(self) -> None:
         if bool(self.compressions) == bool(self.budgets) and any(arm.evicts for arm in self.arms):
             raise ValueError("give --compression (e.g. 2,4) or --budget (e.g. 256,512), one of the two")
+        if bad := [k for k in self.budgets if k < 1]:
+            raise ValueError(f"a budget is a whole number of entries, at least 1, got {bad[0]}")
         if any(not 1 <= c < float("inf") for c in self.compressions):
             raise ValueError(f"a compression is a number of at least 1, got {', '.join(map(str, self.compressions))}")
         if len(set(self.levels)) != len(self.levels):

@@ -30,6 +30,8 @@ class Backend:
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
             raise ValueError(f"unknown engine {self.engine!r}: {suggest(self.engine, ENGINES)}")
+        if self.engine == "transformers":
+            check_backend(self.dtype, self.attention, self.device)
 
     def load(self, model: str) -> Loaded:
         """Load a model."""
@@ -44,6 +46,29 @@ class Loaded(Protocol):
     def engine(self, settings: Settings) -> Engine:
         """The model under one policy and budget."""
         ...
+
+
+def check_backend(dtype: str, attention: str, device: str) -> None:
+    """Refuse at once what no model could be loaded with.
+
+    Raises:
+        ValueError: an unknown dtype or attention implementation, or a device that is not there.
+    """
+    import torch
+    import transformers
+
+    dtypes = ("auto", "float32", "bfloat16", "float16")
+    if dtype not in dtypes:
+        raise ValueError(f"unknown dtype {dtype!r}: {suggest(dtype, dtypes)}")
+    hf: Any = transformers
+    known = {"eager", "sdpa", *hf.AttentionInterface()}
+    if attention not in known and "/" not in attention:  # a slash names a kernel of the hub
+        shown = [name for name in known if not name.startswith("kvkeep")]
+        raise ValueError(f"unknown attention {attention!r}: {suggest(attention, shown)}")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
 
 
 class Transformers:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import importlib.metadata
 import os
 import platform
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +50,9 @@ def describe(models: Sequence[Model], threads: int, config_sha256: str) -> dict[
     return {
         "fixed": {
             "versions": all_versions(),
+            "code": code_sha256(),
             "machine": platform.machine(),
+            "processor": _processor(),
             "threads": threads,
             "models": {model.name: model.identity for model in models},
         },
@@ -56,10 +60,19 @@ def describe(models: Sequence[Model], threads: int, config_sha256: str) -> dict[
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": sys.argv,
         "platform": platform.platform(),
-        "processor": _processor(),
         "cores": cores(),
         "git": {"here": _git(Path.cwd()), "kvkeep": _git(Path(__file__).parent)},
     }
+
+
+@cache
+def code_sha256() -> str:
+    """Hash of kvkeep's own source: a version number says nothing of a working tree."""
+    digest = hashlib.sha256()
+    root = Path(__file__).parents[1]
+    for file in sorted(root.rglob("*.py")):
+        digest.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _git(folder: Path) -> dict[str, Any] | None:

@@ -34,29 +34,51 @@ def locked(path: Path) -> Iterator[None]:
         raise ValueError(f"cannot write {path}: it is a file; pass another --out") from error
 
 
-def claim(path: Path, prepared: Prepared, threads: int, allow_mixed: bool) -> bool:
-    """Write config and environment into a new folder, or see that an old one holds the same comparison.
-
-    Returns:
-        Whether it holds results of different versions or machines (only with ``allow_mixed``).
+def claim(path: Path, prepared: Prepared) -> None:
+    """Write the configuration into a folder without samples, or see that an old one holds the same comparison.
 
     Raises:
-        ValueError: the folder holds another comparison, or was begun elsewhere.
+        ValueError: the folder holds another comparison.
     """
-    config = json.loads(json.dumps(prepared.to_dict()))
-    now = environment.describe(prepared.models, threads, _sha256(config))
-    if not (path / "config.json").exists():
-        if strangers := [p.name for p in path.iterdir() if p.name.endswith(".jsonl")]:
-            raise ValueError(f"{path} has {', '.join(strangers)} but no config.json: pass another --out")
-        write_json(path / "config.json", config)
-        write_json(path / "environment.json", {"sessions": [now]})
-        return False
-    _same_config(path, config)
+    config = _config(prepared)
+    begun = path / "config.json"
+    samples = path / "samples.jsonl"
+    if begun.exists() and samples.exists() and samples.stat().st_size:
+        _same_config(path, config)
+        return
+    if strangers := [p.name for p in path.iterdir() if p.name.endswith(".jsonl") and p.stat().st_size]:
+        raise ValueError(f"{path} has {', '.join(strangers)} but no config.json: pass another --out")
+    write_json(begun, config)
+    write_json(path / "environment.json", {"sessions": []})
+
+
+def join(path: Path, prepared: Prepared, threads: int, allow_mixed: bool, todo: bool) -> bool:
+    """Note this session, if it has something to run, and see that it is like the ones before.
+
+    A finished folder may be summed up by any version: nothing new is computed.
+
+    Returns:
+        Whether the folder holds results of different versions or machines (only with ``allow_mixed``).
+
+    Raises:
+        ValueError: it was begun with other versions, other code or on another machine.
+    """
     file = path / "environment.json"
     sessions = _read(file)["sessions"] if file.exists() else []
-    mixed = _check_sessions(path, sessions, now, allow_mixed)
-    write_json(file, {"sessions": [*sessions, now]})
-    return mixed
+    now = environment.describe(prepared.models, threads, _sha256(_config(prepared)))
+    for session in sessions:
+        if found := first_difference(session["fixed"]["models"], now["fixed"]["models"]):
+            raise ValueError(f"{path} holds results of other weights ({found[0]} changed): pass another --out")
+        if todo and not allow_mixed:
+            _refuse_others(path, session, now)
+    if todo:
+        sessions = [*sessions, now]
+        write_json(file, {"sessions": sessions})
+    return any(session["fixed"] != sessions[0]["fixed"] for session in sessions)
+
+
+def _config(prepared: Prepared) -> dict[str, Any]:
+    return dict(json.loads(json.dumps(prepared.to_dict())))
 
 
 def _same_config(path: Path, config: dict[str, Any]) -> None:
@@ -77,23 +99,14 @@ def _same_config(path: Path, config: dict[str, Any]) -> None:
     )
 
 
-def _check_sessions(path: Path, sessions: list[dict[str, Any]], now: dict[str, Any], allow_mixed: bool) -> bool:
-    mixed = False
-    for session in sessions:
-        found = first_difference(session["fixed"], now["fixed"])
-        if found is None:
-            continue
+def _refuse_others(path: Path, session: dict[str, Any], now: dict[str, Any]) -> None:
+    if found := first_difference(session["fixed"], now["fixed"]):
         field, before, after = found
-        if field.startswith("models"):
-            raise ValueError(f"{path} holds results of other weights ({field} changed): pass another --out")
-        if not allow_mixed:
-            hint = " (--workers sets the threads of each)" if field == "threads" else ""
-            raise ValueError(
-                f"{path} was begun with {field} {_short(before)}, this is {_short(after)}{hint}; results may differ. "
-                "Go on as it was begun, pass another --out, or --allow-mixed, which marks the results."
-            )
-        mixed = True
-    return mixed
+        hint = " (--workers sets the threads of each)" if field == "threads" else ""
+        raise ValueError(
+            f"{path} was begun with {field} {_short(before)}, this is {_short(after)}{hint}; results may differ. "
+            "Go on as it was begun, pass another --out, or --allow-mixed, which marks the results."
+        )
 
 
 def _sha256(config: dict[str, Any]) -> str:

@@ -42,8 +42,8 @@ def find_model(name: str) -> Model:
     Raises:
         ValueError: there is no such model, or it has no tokenizer.
     """
-    source, safe = hf_load._locate(name)
-    config = hf_load._causal_config(name, source, safe)
+    source, safe = hf_load.locate(name)
+    config = hf_load.causal_config(name, source, safe)
     try:
         tokenizer = hf.AutoTokenizer.from_pretrained(source, padding_side="left", **safe)
     except (OSError, ValueError) as error:

@@ -21,7 +21,15 @@ Lines = list[dict[str, Any]]
 
 
 class BatchFailed(RuntimeError):
-    """A batch raised, or the process that ran it died. The message names its cell."""
+    """A batch raised, or the process that ran it died. The message names its cell.
+
+    Attributes:
+        details: the traceback, "" if there is none.
+    """
+
+    def __init__(self, message: str, details: str = "") -> None:
+        super().__init__(message)
+        self.details = details
 
 
 def results(
@@ -56,7 +64,7 @@ def _here(batches: Sequence[Batch], cells: Mapping[str, Cell], setup: Setup) -> 
         try:
             lines = worker.run(batch, cells[batch.cell])
         except Exception as error:
-            raise BatchFailed(_failure(batch, f"{type(error).__name__}: {error}")) from error
+            raise BatchFailed(_failure(batch, _say(error)), traceback.format_exc()) from error
         yield batch, lines
 
 
@@ -89,7 +97,7 @@ class _Pool:
                     reason = "its process died (killed, or out of memory?)"
                     raise BatchFailed(_failure(batch, reason)) from error
                 if not worked:
-                    raise BatchFailed(_failure(batch, answer))
+                    raise BatchFailed(_failure(batch, answer[0]), answer[1])
                 self._give(ready, waiting, cells)
                 yield batch, answer
 
@@ -130,7 +138,7 @@ def _serve(pipe: Connection, setup: Setup) -> None:
             worker = worker or Worker(setup)
             answer: tuple[bool, Any] = (True, worker.run(batch, cell))
         except Exception as error:
-            answer = (False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+            answer = (False, (_say(error), traceback.format_exc()))
         pipe.send(answer)
 
 
@@ -155,6 +163,10 @@ def _ignoring_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def _say(error: Exception) -> str:
+    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
 
 
 def _failure(batch: Batch, reason: str) -> str:

@@ -1,14 +1,18 @@
-"""A paragraph that reads the numbers of a comparison; it claims nothing an interval does not show."""
+"""A paragraph that reads the numbers of a comparison.
+
+It claims nothing an interval does not show, nor of a declared comparison what Holm's correction does not bear.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from ..report.compare_tables import number, signed
 from .arms import Arm
 from .cells import Cell
-from .compared import Pair, Pairs
+from .compared import ALPHA, Pair, Pairs, adjusted
 from .run import Run
 from .summary import scores_of
 
@@ -40,37 +44,55 @@ def read(run: Run, summary: Mapping[str, Any]) -> str:
         lines.setdefault(row["cell"], []).append(row)
     pairs = Pairs(config, run.prepared.cells, {name: scores_of(rows) for name, rows in lines.items()})
     cells = {cell["id"]: cell for cell in summary["cells"]}
+    holm = {pair.id: p for pair, p in adjusted(pairs)}
     found = []
     for model in run.prepared.models:
         for task in config.tasks:
             mine = [cell for cell in run.prepared.cells if (cell.model, cell.task) == (model.name, task)]
-            found.append(" ".join(_sentences(pairs, mine, cells, model.caveat)))
+            found.append(" ".join(_sentences(pairs, mine, cells, holm, model.caveat)))
     return "\n\n".join(found)
 
 
-def _sentences(pairs: Pairs, mine: list[Cell], cells: Mapping[str, Any], caveat: str) -> Iterator[str]:
+@dataclass
+class _Told:
+    """Sentences of one model and task, by how far they can be trusted.
+
+    Attributes:
+        declared: contrasts declared before the run that are significant after Holm's correction.
+        exploratory: other contrasts whose interval does not hold 0.
+        unclear: budgets at which a pair cannot be told apart.
+    """
+
+    declared: list[str] = field(default_factory=list)
+    exploratory: list[str] = field(default_factory=list)
+    unclear: dict[str, list[str]] = field(default_factory=dict)
+
+
+def _sentences(
+    pairs: Pairs, mine: list[Cell], cells: Mapping[str, Any], holm: Mapping[str, float], caveat: str
+) -> Iterator[str]:
     first = cells[mine[0].id]
     yield f"{first['model']} on {first['task']}, {first['n']} problems, differences in {first['metric']}:"
     if full := next((cell for cell in mine if cell.budget is None), None):
         told = cells[full.id]
-        yield f"the full cache reaches {told['accuracy']:.3f} [{told['low']:.3f}, {told['high']:.3f}]."
+        yield f"the full cache's is {number(told['accuracy'])} [{number(told['low'])}, {number(told['high'])}]."
     else:
         yield "there is no full cache to compare with."
-    unclear: dict[str, list[str]] = {}
+    said = _Told()
     for contrast in contrasts(list(pairs.arms.values())):
-        if text := _contrast(pairs, mine, contrast, unclear):
-            yield text
-    if unclear:
-        texts = "; ".join(f"{who} {', '.join(where)}" for who, where in unclear.items())
-        yield (
-            f"What n = {first['n']} cannot tell apart (the interval holds 0): {texts}. "
-            "That is not a finding of no difference."
-        )
+        _contrast(pairs, mine, contrast, holm, said)
+    if said.declared:
+        yield f"Declared before the run, and significant after Holm's correction: {' '.join(said.declared)}"
+    if said.exploratory:
+        yield f"Exploratory, reasons to run again: {' '.join(said.exploratory)}"
+    if said.unclear:
+        texts = "; ".join(f"{who} {', '.join(where)}" for who, where in said.unclear.items())
+        yield f"What n = {first['n']} cannot tell apart: {texts}. That is not a finding of no difference."
     yield from _warnings(mine, cells)
     if not pairs.config.primary:
-        yield "No comparison was declared before the run, so all of this is exploratory."
+        yield "No comparison was declared before the run."
     if caveat:
-        yield caveat
+        yield caveat[0].upper() + caveat[1:] + ("" if caveat.endswith(".") else ".")
 
 
 def contrasts(arms: list[Arm]) -> Iterator[Contrast]:
@@ -108,23 +130,28 @@ def _difference(a: Arm, b: Arm) -> str:
     return ""
 
 
-def _contrast(pairs: Pairs, mine: list[Cell], contrast: Contrast, unclear: dict[str, list[str]]) -> str:
-    """A sentence with the difference at each budget; budgets that show nothing go to ``unclear``."""
-    clear = []
+def _contrast(pairs: Pairs, mine: list[Cell], contrast: Contrast, holm: Mapping[str, float], said: _Told) -> None:
+    """Put the difference at each budget where it belongs."""
+    declared: list[str] = []
+    exploratory: list[str] = []
     for cell in mine:
-        if cell.arm != contrast.a:
-            continue
-        other = pairs.partner(cell, contrast.b)
+        other = pairs.partner(cell, contrast.b) if cell.arm == contrast.a else None
         if other is None:
             continue
         told = pairs.compare(Pair(cell, other)).difference
-        at = f"{cell.compression:g}x"
-        numbers = f"{told.estimate:+.3f} [{told.low:+.3f}, {told.high:+.3f}]"
-        if told.low > 0 or told.high < 0:
-            clear.append(f"{numbers} at {at}")
+        p = next((holm[pair.id] for pair in (Pair(cell, other), Pair(other, cell)) if pair.id in holm), None)
+        text = f"{signed(told.estimate)} [{signed(told.low)}, {signed(told.high)}] at {cell.compression:g}x"
+        if p is not None:
+            text += f" (Holm p = {p:.2g})"
+        if (told.low > 0 or told.high < 0) and (p is None or p <= ALPHA):
+            (exploratory if p is None else declared).append(text)
         else:
-            unclear.setdefault(f"{contrast.a} and {contrast.b}", []).append(f"at {at} ({numbers})")
-    return f"{contrast.text[0].upper()}{contrast.text[1:]}: {', '.join(clear)}." if clear else ""
+            said.unclear.setdefault(f"{contrast.a} and {contrast.b}", []).append(text)
+    name = contrast.text[0].upper() + contrast.text[1:]
+    if declared:
+        said.declared.append(f"{name}: {', '.join(declared)}.")
+    if exploratory:
+        said.exploratory.append(f"{name}: {', '.join(exploratory)}.")
 
 
 def _warnings(mine: list[Cell], cells: Mapping[str, Any]) -> Iterator[str]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..report.files import write_text
 from .plan import Batch
 
 
@@ -65,17 +65,7 @@ class Records:
 
     def sort(self) -> None:
         """Put the lines into the order of the plan: what ran first depends on the workers' speed."""
-        handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
-        try:
-            with os.fdopen(handle, "w") as file:
-                file.writelines(json.dumps(line, allow_nan=False) + "\n" for line in self.rows)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(name, 0o644)
-            os.replace(name, self.path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        write_text(self.path, "".join(json.dumps(line, allow_nan=False) + "\n" for line in self.rows))
 
     def _read(self) -> None:
         data = self.path.read_bytes()

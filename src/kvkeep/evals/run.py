@@ -7,15 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from ..report.files import write_text
 from . import pool
 from .cells import Cell, ItemSet, make_cells, make_sets
 from .config import Config
 from .environment import threads_each
 from .models import Model, find_model
 from .plan import Batch, make_batches, make_checks
+from .pool import BatchFailed
 from .records import Records
 from .worker import Setup
 
@@ -73,7 +76,7 @@ def execute(
         prepared: the comparison.
         folder: where results are, or go.
         workers: processes; 0 runs in this one.
-        allow_mixed: go on although versions or threads differ from those the folder was begun with.
+        allow_mixed: go on although versions, code or threads differ from those the folder was begun with.
         console: where the progress bar goes.
 
     Raises:
@@ -81,17 +84,27 @@ def execute(
         BatchFailed: a batch raised; what is finished stays.
         Interrupted: Ctrl-C.
     """
-    from .folder import claim, locked
+    from .folder import claim, join, locked
 
     config = prepared.config
-    threads = threads_each(workers)
+    threads = threads_each(workers) if workers else torch.get_num_threads()
     with locked(folder):
-        mixed = claim(folder, prepared, threads, allow_mixed)
+        claim(folder, prepared)
         samples = Records(folder / "samples.jsonl", prepared.batches)
         checks = Records(folder / "checks.jsonl", prepared.checks)
+        todo = bool(samples.missing or checks.missing)
+        mixed = join(folder, prepared, threads, allow_mixed, todo)
+        if not todo:
+            (console or Console(stderr=True)).print(f"{folder} is complete: nothing was run again", highlight=False)
         setup = Setup(config.backend, config.problems, config.seed, threads if workers else None, config.texts)
         try:
-            _run(prepared, samples, checks, setup, workers, console or Console(stderr=True))
+            if todo:
+                _run(prepared, samples, checks, setup, workers, console or Console(stderr=True))
+        except BatchFailed as error:
+            if not error.details:
+                raise
+            write_text(folder / "failure.log", error.details)
+            raise BatchFailed(f"{error} (traceback: {folder / 'failure.log'})", error.details) from None
         except KeyboardInterrupt as error:
             done = len(samples.done) + len(checks.done)
             total = len(prepared.batches) + len(prepared.checks)

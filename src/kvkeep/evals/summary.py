@@ -31,8 +31,9 @@ def summarise(run: Run) -> dict[str, Any]:
     lines = _by_cell(run)
     pairs = Pairs(config, cells, {name: scores_of(rows) for name, rows in lines.items()})
     primary, others = comparisons(pairs)
+    caveats = {model.name: model.caveat for model in run.prepared.models}
     return {
-        "cells": [_cell(cell, lines[cell.id], pairs, lines) for cell in cells],
+        "cells": [_cell(cell, lines[cell.id], pairs, lines, caveats[cell.model]) for cell in cells],
         "primary": {"declared": [p.text for p in config.primary], "comparisons": primary},
         "comparisons": others,
         "coverage": _coverage(run),
@@ -116,7 +117,7 @@ def _by_cell(run: Run) -> dict[str, list[Line]]:
     return found
 
 
-def _cell(cell: Cell, rows: list[Line], pairs: Pairs, lines: Mapping[str, list[Line]]) -> dict[str, Any]:
+def _cell(cell: Cell, rows: list[Line], pairs: Pairs, lines: Mapping[str, list[Line]], caveat: str) -> dict[str, Any]:
     arm, task = pairs.arms[cell.arm], make_task(cell.task)
     interval = stats.mean_interval(pairs.scores[cell.id], bounds=task.bounds)
     full = pairs.full(cell)
@@ -130,6 +131,8 @@ def _cell(cell: Cell, rows: list[Line], pairs: Pairs, lines: Mapping[str, list[L
         "arm": cell.arm,
         "policy": arm.text,
         "protect": arm.protect if arm.evicts else "-",
+        "settings": cell.settings.to_dict(),
+        "caveat": caveat,
         "compression": cell.compression,
         "budget": cell.budget,
         "level": cell.level,
@@ -145,6 +148,7 @@ def _cell(cell: Cell, rows: list[Line], pairs: Pairs, lines: Mapping[str, list[L
         "diff_low": None if told is None else finite(told.difference.low),
         "diff_high": None if told is None else finite(told.difference.high),
         "p_full": None if told is None else told.p_sign,
+        "declared_full": full is not None and pairs.declared(cell, full),
         "mean_bytes": mean_bytes,
         "peak_bytes": max(row["peak_bytes"] for row in rows),
         "mean_entries": _mean(rows, "mean_entries"),
@@ -157,9 +161,28 @@ def _cell(cell: Cell, rows: list[Line], pairs: Pairs, lines: Mapping[str, list[L
         "truncated": sum(row["truncated"] for row in rows),
         "mean_tokens": _mean(rows, "tokens"),
         "mean_length": fmean(row["tokens"] + row["prompt_tokens"] for row in rows),
-        "metrics": {name: fmean(row["metrics"][name] for row in rows) for name in rows[0]["metrics"]},
+        **_metrics(task, rows),
         **_time(task, rows),
     }
+
+
+def _metrics(task: Any, rows: Sequence[Line]) -> dict[str, Any]:
+    """Means of the further metrics over problems; beside a score without bounds with 95% intervals."""
+    means: dict[str, float] = {}
+    intervals: dict[str, list[float | None]] = {}
+    for name in rows[0]["metrics"]:
+        scores: dict[str, list[float]] = {}
+        for row in rows:
+            scores.setdefault(row["problem"], []).append(row["metrics"][name])
+        means[name] = fmean(fmean(runs) for _, runs in sorted(scores.items()))
+        if task.bounds is None:
+            told = stats.mean_interval(scores, bounds=None)
+            intervals[name] = [finite(told.low), finite(told.high)]
+    if "nll" in means:  # perplexity is that of all tokens together, not a mean of perplexities
+        means["perplexity"] = math.exp(means["nll"])
+        if "nll" in intervals:
+            intervals["perplexity"] = [None if end is None else math.exp(end) for end in intervals["nll"]]
+    return {"metrics": means, "metric_intervals": intervals}
 
 
 def _time(task: Any, rows: Sequence[Line]) -> dict[str, float | None]:

@@ -85,7 +85,7 @@ class HFEngine:
         cache = self.settings.cache(self.model, samples)
         meter = Meter(cache)
         try:
-            with torch.no_grad(), self._seeded(sampling, samples), self._only(self._config(sampling, ends)):
+            with torch.no_grad(), self._seeded(sampling, prompts, samples), self._only(self._config(sampling, ends)):
                 if traces is not None:
                     for _ in feed(self.model, cache, meter, ids, traces, last_only=True):
                         pass
@@ -117,13 +117,14 @@ class HFEngine:
         return as_batch(forced, "trace", self.model.device)
 
     @contextmanager
-    def _seeded(self, sampling: Sampling, samples: Sequence[int]) -> Iterator[None]:
-        """Sampling draws from its own seed, which the sample numbers enter; the global generator is left alone."""
+    def _seeded(self, sampling: Sampling, prompts: Sequence[Sequence[int]], samples: Sequence[int]) -> Iterator[None]:
+        """Sampling draws from its own seed, which prompts and samples enter; the global generator is left alone."""
         if sampling.temperature == 0:
             yield
             return
         with torch.random.fork_rng():
-            torch.manual_seed(stream_of(samples, sampling.seed))
+            streams = [stream_of(prompt, sample) for prompt, sample in zip(prompts, samples, strict=True)]
+            torch.manual_seed(stream_of(streams, sampling.seed))
             yield
 
     @contextmanager

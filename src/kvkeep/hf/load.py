@@ -56,9 +56,9 @@ def load(
         RuntimeError: see :func:`smollm2_folder`.
     """
     place, weights = _place(device, dtype)
-    source, safe = _locate(name)
+    source, safe = locate(name)
     options: dict[str, Any] = {"use_safetensors": True, "output_loading_info": True, "dtype": weights, **safe}
-    options |= {"config": _causal_config(name, source, safe), "attn_implementation": attention}
+    options |= {"config": causal_config(name, source, safe), "attn_implementation": attention}
     try:
         tokenizer = hf.AutoTokenizer.from_pretrained(source, padding_side="left", **safe)
         model, info = hf.AutoModelForCausalLM.from_pretrained(source, **options)
@@ -138,7 +138,7 @@ def _suggest(path: Path) -> str:
     return f" Did you mean {near[0]}?" if near else ""
 
 
-def _locate(name: str) -> tuple[str, dict[str, bool]]:
+def locate(name: str) -> tuple[str, dict[str, bool]]:
     """What ``from_pretrained`` gets for ``name``: a folder or hub id, and what it may do."""
     here = {"trust_remote_code": False, "local_files_only": True}
     if not name.strip():
@@ -162,7 +162,7 @@ def _locate(name: str) -> tuple[str, dict[str, bool]]:
     return name, here | {"local_files_only": False}
 
 
-def _causal_config(name: str, source: str, safe: dict[str, bool]) -> Any:
+def causal_config(name: str, source: str, safe: dict[str, bool]) -> Any:
     """The model's configuration, if it is a causal language model's; reads no weights."""
     try:
         config = hf.AutoConfig.from_pretrained(source, **safe)

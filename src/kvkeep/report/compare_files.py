@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from .compare_plots import cost_figure, score_figure
-from .compare_tables import NOTE, comparison_rows, cost_rows, groups, markdown, methods, metric_rows, score_rows
-from .files import write_json
+from .compare_tables import (
+    NOTE,
+    checked,
+    comparison_rows,
+    cost_rows,
+    groups,
+    markdown,
+    methods,
+    metric_rows,
+    score_rows,
+)
+from .files import write_json, write_text
 
 #: Names of the figures in a results folder.
 FIGURES = {"score.png": score_figure, "cost.png": cost_figure}
@@ -18,12 +27,12 @@ FIGURES = {"score.png": score_figure, "cost.png": cost_figure}
 
 def write_all(folder: Path, summary: Mapping[str, Any], reading: str, environment: Mapping[str, Any]) -> None:
     """Write ``cells.json``, ``report.md`` and the figures; each is whole or absent."""
-    write_json(folder / "cells.json", {**summary, "reading": reading})
+    write_json(folder / "cells.json", {**summary, "reading": reading, "environment": environment})
     for name, draw in FIGURES.items():
         work = folder / f".{name}"
         draw(summary, work)
         os.replace(work, folder / name)
-    _write_text(folder / "report.md", report(summary, reading, environment))
+    write_text(folder / "report.md", report(summary, reading, environment))
 
 
 def report(summary: Mapping[str, Any], reading: str, environment: Mapping[str, Any]) -> str:
@@ -32,6 +41,8 @@ def report(summary: Mapping[str, Any], reading: str, environment: Mapping[str, A
     for model, task, cells in groups(summary):
         parts.append(f"## {model}, {task}")
         parts.append(f"{cells[0]['n']} problems, {cells[0]['runs']} run(s) each; {methods(summary, cells)}.")
+        if cells[0]["caveat"]:
+            parts.append(f"*{cells[0]['caveat']}*")
         tables = [score_rows(cells), cost_rows(cells), metric_rows(cells)]
         parts += [markdown(columns, rows) for columns, rows in tables if rows]
         if any(cell["not_evicted"] for cell in cells):
@@ -39,7 +50,7 @@ def report(summary: Mapping[str, Any], reading: str, environment: Mapping[str, A
     parts += _comparisons(summary)
     told = summary["check"]
     parts.append("## Checks")
-    parts.append(f"{told['samples']} samples were run again alone; {told['different']} came out differently.")
+    parts.append(checked(told))
     if summary["mixed"]:
         parts.append("**Mixed: this folder was resumed with other versions or threads than it was begun with.**")
     parts += ["## How it was made", _how(summary, environment)]
@@ -68,6 +79,8 @@ def _comparisons(summary: Mapping[str, Any]) -> list[str]:
 
 def _how(summary: Mapping[str, Any], environment: Mapping[str, Any]) -> str:
     config, session = summary["config"], environment["sessions"][0]
+    times = ", ".join(session["started"] for session in environment["sessions"])
+    processor = session["fixed"]["processor"] or session["platform"]
     versions = ", ".join(f"{name} {number}" for name, number in session["fixed"]["versions"].items())
     git = session["git"]["kvkeep"]
     state = "not in a git repository" if git is None else git["commit"] + (" (dirty)" if git["dirty"] else "")
@@ -80,18 +93,6 @@ def _how(summary: Mapping[str, Any], environment: Mapping[str, Any]) -> str:
             f"{session['fixed']['threads']} thread(s) a worker",
             f"- seed {config['seed']}, r = {config['buffer']}, {config['problems']} problems, {config['runs']} run(s)",
             f"- {versions}; kvkeep {state}",
-            f"- {session['processor'] or session['platform']}, {session['cores']} cores, {session['started']}",
+            f"- {processor}, {session['cores']} cores; begun, and gone on with: {times}",
         ]
     )
-
-
-def _write_text(path: Path, text: str) -> None:
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise

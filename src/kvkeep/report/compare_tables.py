@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from math import isfinite
 from typing import Any
 
 from rich.table import Table
@@ -35,7 +36,7 @@ def score_rows(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
             "-" if cell["byte_compression"] is None else f"{cell['byte_compression']:.2f}x",
             f"{number(cell['accuracy'])} [{number(cell['low'])}, {number(cell['high'])}]",
             "-" if cell["diff_full"] is None else difference(cell["diff_full"], cell["diff_low"], cell["diff_high"]),
-            "-" if cell["p_full"] is None else f"{cell['p_full']:.2g}",
+            "-" if cell["p_full"] is None else f"{cell['p_full']:.2g}" + ("" if cell["declared_full"] else " expl."),
         ]
         for cell in cells
     ]
@@ -71,10 +72,14 @@ def cost_rows(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
 def metric_rows(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
     """Columns and rows: the task's further metrics; no rows if it has none."""
     names = list(cells[0]["metrics"])
-    rows = [
-        [cell["arm"], f"{cell['compression']:g}x", *(number(cell["metrics"][name]) for name in names)] for cell in cells
-    ]
+    rows = [[cell["arm"], f"{cell['compression']:g}x", *(_metric(cell, name) for name in names)] for cell in cells]
     return ["arm", "asked", *names], rows if names else []
+
+
+def _metric(cell: Cell, name: str) -> str:
+    low, high = cell["metric_intervals"].get(name, (None, None))
+    value = number(cell["metrics"][name])
+    return value if low is None or high is None else f"{value} [{number(low)}, {number(high)}]"
 
 
 def comparison_rows(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
@@ -117,7 +122,11 @@ def terminal(summary: Mapping[str, Any]) -> list[Table]:
         found.append(table("cost, and how traces ended", columns, rows, caption=note))
         columns, rows = metric_rows(cells)
         if rows:
-            found.append(table("further metrics, means", columns, rows))
+            found.append(
+                table("further metrics: means over problems, intervals of those without bounds", columns, rows)
+            )
+        if cells[0]["caveat"]:
+            found[-1].caption = "\n".join(filter(None, [str(found[-1].caption or ""), cells[0]["caveat"]]))
     if rows := summary["primary"]["comparisons"]:
         found.append(table("primary comparisons, declared before the run", *comparison_rows(rows)))
     return found
@@ -140,9 +149,16 @@ def methods(summary: Mapping[str, Any], cells: Sequence[Cell]) -> str:
     )
 
 
+def checked(told: Mapping[str, Any]) -> str:
+    """What the check of batches said."""
+    if not told["samples"]:
+        return "Not checked whether batches change results: no sample was run again alone."
+    return f"{told['samples']} samples were run again alone, {told['different']} came out differently."
+
+
 def number(value: float | None) -> str:
     """Three digits behind the point, and none before it if that is 0: tables must fit. None is an open end."""
-    if value is None:
+    if value is None or not isfinite(value):
         return "open"
     text = f"{value:.3f}"
     return text.replace("0.", ".", 1) if text.startswith(("0.", "-0.")) else text

@@ -12,7 +12,12 @@ from typing import Any
 
 
 def write_json(path: str | Path, data: Any) -> None:
-    """Write ``data`` as JSON; a reader sees the old file or the new one, never half of it.
+    """Write ``data`` as JSON. See :func:`write_text`."""
+    write_text(path, json.dumps(data, indent=2) + "\n")
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a file; a reader sees the old one or the new one, never half of it.
 
     Raises:
         OSError: the file cannot be written.
@@ -22,8 +27,9 @@ def write_json(path: str | Path, data: Any) -> None:
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w") as file:
-            json.dump(data, file, indent=2)
-            file.write("\n")
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
         os.chmod(name, 0o644)  # mkstemp makes files that only their owner reads
         os.replace(name, path)
     except BaseException:

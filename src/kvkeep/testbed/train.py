@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..report.files import write_json
+from ..report.files import write_json, write_text
 from .attention import Dropout
 from .batches import Batch, batches, lifetimes
 from .checkpoints import Recipe
@@ -62,6 +62,8 @@ class Trainer:
     """
 
     def __init__(self, recipe: Recipe, folder: Path) -> None:
+        if not hasattr(torch.optim, "Muon"):
+            raise ValueError(f"training needs torch 2.9 or newer (its optimizer Muon), this is {torch.__version__}")
         self.recipe, self.folder, self.shape = recipe, folder, Shape()
         self.model = self._begin()
         self.weights = dict(self.model.named_parameters())
@@ -81,6 +83,7 @@ class Trainer:
             write_json(folder / "recipe.json", described)
         if (folder / "state.safetensors").exists():
             self.progress = Progress(**load_state(folder / "state.safetensors", self.weights, self.optimizers))
+        self._forget_later_lines()
         self._dropouts: dict[float, Dropout] = {}
 
     def _begin(self) -> Any:
@@ -156,6 +159,14 @@ class Trainer:
                 self._dropouts[rate] = Dropout.make(rate, fixed)
             return None, Dropout(rate, self._dropouts[rate].pool, generator)
         return lifetimes(batch, self.shape.layers, self.shape.kv_heads, kind == "kv", generator), None
+
+    def _forget_later_lines(self) -> None:
+        """The log goes on where the state does: steps after the last save are done again."""
+        log = self.folder / "log.jsonl"
+        if log.exists():
+            lines = log.read_text().splitlines(keepends=True)
+            whole = [line for line in lines if line.endswith("\n")]
+            write_text(log, "".join(line for line in whole if json.loads(line)["step"] <= self.progress.step))
 
     def _log(self) -> None:
         with (self.folder / "log.jsonl").open("a") as file:

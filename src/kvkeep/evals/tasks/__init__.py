@@ -6,7 +6,9 @@ import importlib
 import inspect
 from collections.abc import Callable
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast, get_args, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
 
 from ..spelling import parse, spell, suggest
 
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from ..task import Task
 
 GROUP = "kvkeep.tasks"
+_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 #: Imported when they are used: a command's help must not wait for transformers.
 BUILT_IN = {
     "abacus": "kvkeep.evals.tasks.abacus:Abacus",
@@ -32,14 +35,27 @@ def make_task(text: str) -> Task:
     """
     name, options = parse(text, "task")
     maker = _find(name)
-    allowed = list(inspect.signature(maker).parameters)
-    for key in options:
+    allowed = inspect.signature(maker).parameters
+    hints = get_type_hints(maker)
+    for key, value in options.items():
         if key not in allowed:
             raise ValueError(f"task {text!r} has no option {key!r}: {suggest(key, allowed)}")
+        _check_type(text, key, value, hints.get(key, Any))
+    required = (p.name for p in allowed.values() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD)
+    if missing := [key for key in required if key not in options]:
+        raise ValueError(f"task {text!r} needs {missing[0]}=...")
     try:
         return cast("Task", maker(**options))
     except (TypeError, ValueError) as error:
         raise ValueError(f"task {text!r}: {error}") from error
+
+
+def _check_type(text: str, key: str, value: Any, hint: Any) -> None:
+    try:
+        TypeAdapter(hint).validate_python(value, strict=True)
+    except ValidationError as error:
+        kinds = [_WORDS.get(kind, str(kind)) for kind in get_args(hint) or (hint,) if kind is not type(None)]
+        raise ValueError(f"task {text!r}: {key} must be {' or '.join(kinds)}, got {value!r}") from error
 
 
 def with_options(text: str, more: dict[str, Any]) -> str:

@@ -20,6 +20,12 @@ from ..task import Item, Outcome
 SLACK = 1.25
 
 
+def is_abacus(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a tokenizer is abacus's: a chat template, and every word under its own id."""
+    known = tokenizer.convert_tokens_to_ids(list(WORDS)) == [IDS[word] for word in WORDS]
+    return bool(tokenizer.chat_template) and known
+
+
 @dataclass(frozen=True)
 class Abacus:
     """Numbered-line programs; the score is 1 for the right answer. Greedy.
@@ -65,7 +71,7 @@ class Abacus:
             ValueError: the tokenizer is not abacus's.
         """
         template: Any = tokenizer.apply_chat_template
-        if not tokenizer.chat_template or tokenizer.convert_tokens_to_ids(list(WORDS)) != [IDS[w] for w in WORDS]:
+        if not is_abacus(tokenizer):
             raise ValueError("abacus problems need abacus's vocabulary: use --model abacus, or another task")
         found = []
         for problem in problems(self.spec, seed if self.seed is None else self.seed, count):

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
+from ...draws import stream_of
 from ...engine import Engine, Sample, Sampling
 from ..spelling import spell
 from ..task import Item, Outcome
@@ -126,7 +127,10 @@ class Passcode:
         """Answer greedily and grade."""
         forced = [item.data.forced for item in items] if self.where == "trace" else None
         sampling = Sampling(max_new_tokens=self.answer, seed=seed)
-        made = engine.generate([item.prompt for item in items], samples, sampling, forced)
+        # In a trace all problems share the prompt, which draws depend on: the problem's own text tells them apart.
+        pairs = zip(items, samples, strict=True)
+        draws = samples if forced is None else [stream_of(item.data.forced, sample) for item, sample in pairs]
+        made = engine.generate([item.prompt for item in items], draws, sampling, forced)
         return [self._outcome(item.data, sample) for item, sample in zip(items, made, strict=True)]
 
     def _outcome(self, hidden: Hidden, sample: Sample) -> Outcome:
@@ -142,5 +146,6 @@ class Passcode:
 
 
 def says(text: str, passcode: str) -> bool:
-    """Whether a text has these digits in order, apart from spaces and punctuation between them."""
-    return re.search(r"(?<!\d)" + r"[\s,.;:*_\-]*".join(passcode) + r"(?!\d)", text) is not None
+    """Whether a text has these digits in order, with nothing but spaces and punctuation between, as a whole number."""
+    between = r"[\s,.;:*_\-]*".join(passcode)
+    return re.search(rf"(?<!\d)(?<!\d[\s,\-]){between}(?![\s,\-]?\d)", text) is not None

@@ -14,9 +14,10 @@ from transformers import PreTrainedTokenizerBase
 from ...engine import Engine, Forced
 from ...settings import Settings
 from ...testbed.tasks import Problem, Spec, problems
-from ...testbed.vocab import EOS, IDS
+from ...testbed.vocab import IDS
 from ..spelling import spell
 from ..task import Item, Outcome
+from .abacus import is_abacus
 
 NATURAL = "natural"
 
@@ -102,7 +103,7 @@ class Planted:
             ValueError: the tokenizer is not abacus's.
         """
         template: Any = tokenizer.apply_chat_template
-        if not tokenizer.chat_template or tokenizer.convert_tokens_to_ids(EOS) != IDS[EOS]:
+        if not is_abacus(tokenizer):
             raise ValueError("planted facts need abacus's vocabulary: use --model abacus, or the task passcode")
         found = []
         for problem in problems(self.spec, seed if self.seed is None else self.seed, count):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from math import exp
 from typing import ClassVar
 
 import torch
@@ -122,7 +121,7 @@ class Stream:
                 truncated=False,
                 tokens=said.shape[1],
                 stats=mine,
-                metrics={"nll": nll, "perplexity": exp(nll), "nll_full": nll_full, "top1": top1},
+                metrics={"nll": nll, "nll_full": nll_full, "nll_rise": nll - nll_full, "top1": top1},
             )
             for (kl, nll, nll_full, top1), mine in zip(means, stats, strict=True)
         ]
