@@ -52,7 +52,9 @@ def abacus(settings: Settings = RANDOM) -> HFEngine:
 @memoize
 def bytes_tokenizer() -> Any:
     """One token a byte, and a chat template."""
-    vocabulary = {"<pad>": 0, "<end>": 1} | {c: i + 2 for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    vocabulary = {"<pad>": 0, "<end>": 1} | {
+        c: i + 2 for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    }
     backend = Tokenizer(tokenizer_models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

@@ -62,7 +62,8 @@ def wait_until_gone(pids: list[int]) -> None:
 def test_kill_and_resume(abacus_model: Path, tmp_path: Path) -> None:  # noqa: F811
     whole, torn = tmp_path / "whole", tmp_path / "torn"
     finish(start(abacus_model, whole))
-    total, rng, stops = lines(whole), random.Random(os.getpid()), []
+    total, rng, stops = lines(whole), random.Random(seed := os.getpid()), []
+    print(f"moments of the kills drawn with seed {seed}")
     for part in (0.1, 0.4, 0.7):
         process = start(abacus_model, torn)
         while lines(torn) < part * total:  # it has work left: the next batch is under way

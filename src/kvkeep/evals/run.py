@@ -61,6 +61,9 @@ def prepare(config: Config) -> Prepared:
         ValueError: a model, task or budget does not work; nothing has been written.
     """
     models = [find_model(name) for name in config.models]
+    for i, model in enumerate(models):
+        if same := [other.name for other in models[:i] if other.identity == model.identity]:
+            raise ValueError(f"{same[0]} and {model.name} are one model: leave one of them out")
     sets = make_sets(config, models)
     cells = make_cells(config, sets)
     batches = make_batches(config, cells, sets)

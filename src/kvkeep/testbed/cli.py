@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from ..report.files import check_writable, write_json
 from ..report.tables import table
 
 app = typer.Typer(no_args_is_help=True, help="Abacus: a tiny reasoning model, its problems and its training.")
@@ -34,16 +35,22 @@ def show(
 
 
 @app.command()
-def models() -> None:
+def models(
+    json: Annotated[Path | None, typer.Option("--json", help="Also write the table to this file.")] = None,
+) -> None:
     """List the checkpoints that ship with kvkeep."""
     from .checkpoints import CAVEATS, DEFAULT, RECIPES, folder
 
+    check_writable(json)
     rows = []
     for name, recipe in RECIPES.items():
         there = (path := folder(name)) is not None and (path / "model.safetensors").is_file()
         shown = f"{name} (abacus)" if name == DEFAULT else name
         rows.append((shown, recipe.dropout, recipe.steps, "yes" if there else "no", CAVEATS[name]))
-    out.print(table("Checkpoints", ["name", "dropout", "steps", "here", "what to know"], rows))
+    columns = ["name", "dropout", "steps", "here", "what to know"]
+    out.print(table("Checkpoints", columns, rows))
+    if json is not None:
+        write_json(json, {"rows": [dict(zip(columns, row, strict=True)) for row in rows]})
 
 
 @app.command()

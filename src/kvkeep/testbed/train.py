@@ -91,7 +91,11 @@ class Trainer:
         if self.recipe.start is not None:
             from ..hf.load import load
 
-            model.load_state_dict(load(self.recipe.start)[0].state_dict())
+            begun = load(self.recipe.start)[0]
+            shapes = [{name: p.shape for name, p in m.state_dict().items()} for m in (model, begun)]
+            if shapes[0] != shapes[1]:
+                raise ValueError(f"{self.recipe.start} is no abacus model: its weights have other names or shapes")
+            model.load_state_dict(begun.state_dict())
         return model
 
     def run(self, until: int | None = None, report: Callable[[Progress], None] | None = None, save_every: int = 200

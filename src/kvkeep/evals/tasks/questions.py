@@ -86,8 +86,9 @@ class Questions:
         rows = _rows(self.path, self.split, self.subset)
         if len(rows) < count:
             raise ValueError(f"{self.path} has {len(rows)} questions, {count} are wanted: lower --problems")
-        order = random.Random(f"questions-{seed}").sample(range(len(rows)), count)
-        return [self._item(tokenizer, number, rows[number]) for number in order]
+        order = list(range(len(rows)))
+        random.Random(f"questions-{seed}").shuffle(order)  # whole, so that more questions begin with the same ones
+        return [self._item(tokenizer, number, rows[number]) for number in order[:count]]
 
     def most_tokens(self, item: Item) -> int:
         """Tokens of the trace at most."""
