@@ -24,8 +24,8 @@ from kvkeep.testbed.vocab import EOS, IDS, PAD, VOCABULARY, tokenizer
 
 torch.set_num_threads(1)
 
-#: Fields that depend on how fast the machine was.
-WALL_CLOCK = ("seconds", "seconds_per_problem", "seconds_per_solved")
+#: Fields that depend on when a session ran and how fast the machine was.
+WALL_CLOCK = ("seconds", "seconds_per_problem", "seconds_per_solved", "environment")
 
 
 def save_tiny_abacus(folder: Path, **values: Any) -> Path:
