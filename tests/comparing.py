@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from kvkeep.evals.arms import parse_arms
 from kvkeep.evals.config import Config, Primary
 from kvkeep.evals.engines import Backend
 from kvkeep.evals.run import Run, execute, prepare
-from kvkeep.evals.spelling import spell
+from kvkeep.evals.spelling import canonical
 from kvkeep.evals.task import Item, Outcome
 from kvkeep.testbed.vocab import EOS, IDS, PAD, VOCABULARY, tokenizer
 
@@ -101,8 +101,7 @@ class Fake:
 
     @property
     def name(self) -> str:
-        given = {f.name: getattr(self, f.name) for f in fields(self)}
-        return spell("fake", {k: v for k, v in given.items() if v != getattr(Fake, k)})
+        return canonical("fake", self)
 
     def items(self, tokenizer: Any, count: int, seed: int) -> list[Item]:
         made = [Item(f"p{i}", tuple(range(2, 12 + i % self.lengths)), 100, i) for i in range(count)]

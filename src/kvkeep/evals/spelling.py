@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from typing import Any
 
 
@@ -38,6 +39,20 @@ def spell(name: str, options: Mapping[str, Any]) -> str:
     if not options:
         return name
     return f"{name}:{','.join(f'{key}={_text(value)}' for key, value in options.items())}"
+
+
+def canonical(name: str, task: Any, *always: str) -> str:
+    """The shortest text that makes a task again.
+
+    Args:
+        name: of the task.
+        task: a dataclass whose fields are its options.
+        always: options that are written even where they have their default.
+    """
+    given = {
+        f.name: getattr(task, f.name) for f in fields(task) if f.name in always or getattr(task, f.name) != f.default
+    }
+    return spell(name, given)
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from math import ceil
 from typing import Any, ClassVar
 
@@ -13,8 +13,9 @@ from ...engine import Engine, Sampling
 from ...testbed.graders import grade
 from ...testbed.tasks import Problem, Spec, problems
 from ...testbed.vocab import EOS, IDS, WORDS
-from ..spelling import spell
+from ..spelling import canonical
 from ..task import Item, Outcome
+from .text import chat_prompt
 
 #: A trace may be this much longer than the ideal one before it counts as truncated.
 SLACK = 1.25
@@ -61,8 +62,7 @@ class Abacus:
     @property
     def name(self) -> str:
         """Canonical text; n and mode are always in it."""
-        given = {f.name: getattr(self, f.name) for f in fields(self)}
-        return spell("abacus", {k: v for k, v in given.items() if k in ("n", "mode") or v != Abacus.__dict__[k]})
+        return canonical("abacus", self, "n", "mode")
 
     def items(self, tokenizer: PreTrainedTokenizerBase, count: int, seed: int) -> list[Item]:
         """The first ``count`` problems; all have the same prompt length and the same ideal length.
@@ -70,13 +70,11 @@ class Abacus:
         Raises:
             ValueError: the tokenizer is not abacus's.
         """
-        template: Any = tokenizer.apply_chat_template
         if not is_abacus(tokenizer):
             raise ValueError("abacus problems need abacus's vocabulary: use --model abacus, or another task")
         found = []
         for problem in problems(self.spec, seed if self.seed is None else self.seed, count):
-            chat = [{"role": "user", "content": problem.prompt}]
-            prompt = tuple(template(chat, add_generation_prompt=True, return_dict=False))
+            prompt = chat_prompt(tokenizer, problem.prompt)
             found.append(Item(problem.id, prompt, len(prompt) + len(problem.solution()), problem))
         return found
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
 from ...draws import stream_of
 from ...engine import Engine, Sample, Sampling
-from ..spelling import spell
+from ..spelling import canonical
 from ..task import Item, Outcome
 from .text import chat_frame, check_counts, encode, join, read_passages
 
@@ -77,9 +77,7 @@ class Passcode:
     @property
     def name(self) -> str:
         """Canonical text; tokens and where are always in it."""
-        given = {f.name: getattr(self, f.name) for f in fields(self)}
-        always = ("tokens", "where")
-        return spell("passcode", {k: v for k, v in given.items() if k in always or v != Passcode.__dict__[k]})
+        return canonical("passcode", self, "tokens", "where")
 
     def items(self, tokenizer: PreTrainedTokenizerBase, count: int, seed: int) -> list[Item]:
         """The first ``count`` problems, each of exactly ``tokens`` tokens.

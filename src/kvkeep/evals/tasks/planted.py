@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,9 +15,10 @@ from ...engine import Engine, Forced
 from ...settings import Settings
 from ...testbed.tasks import Problem, Spec, problems
 from ...testbed.vocab import IDS
-from ..spelling import spell
+from ..spelling import canonical
 from ..task import Item, Outcome
 from .abacus import is_abacus
+from .text import chat_prompt
 
 NATURAL = "natural"
 
@@ -92,9 +93,7 @@ class Planted:
     @property
     def name(self) -> str:
         """Canonical text; n, mode and heads are always in it."""
-        given = {f.name: getattr(self, f.name) for f in fields(self)}
-        always = ("n", "mode", "heads")
-        return spell("planted", {k: v for k, v in given.items() if k in always or v != Planted.__dict__[k]})
+        return canonical("planted", self, "n", "mode", "heads")
 
     def items(self, tokenizer: PreTrainedTokenizerBase, count: int, seed: int) -> list[Item]:
         """The first ``count`` problems, all of one length; their programs are those of ``abacus``.
@@ -102,13 +101,11 @@ class Planted:
         Raises:
             ValueError: the tokenizer is not abacus's.
         """
-        template: Any = tokenizer.apply_chat_template
         if not is_abacus(tokenizer):
             raise ValueError("planted facts need abacus's vocabulary: use --model abacus, or the task passcode")
         found = []
         for problem in problems(self.spec, seed if self.seed is None else self.seed, count):
-            chat = [{"role": "user", "content": problem.prompt}]
-            prompt = tuple(template(chat, add_generation_prompt=True, return_dict=False))
+            prompt = chat_prompt(tokenizer, problem.prompt)
             asked = locate(problem, self.line)
             found.append(Item(problem.id, prompt, len(prompt) + len(asked.trace), asked))
         return found

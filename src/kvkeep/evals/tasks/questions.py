@@ -7,7 +7,7 @@ import json
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,8 +15,9 @@ from typing import Any, ClassVar
 from transformers import PreTrainedTokenizerBase
 
 from ...engine import Engine, Sampling
-from ..spelling import spell, suggest
+from ..spelling import canonical, suggest
 from ..task import Item, Outcome
+from .text import chat_prompt
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 QUESTIONS = ("question", "problem", "prompt")
@@ -68,8 +69,7 @@ class Questions:
     @property
     def name(self) -> str:
         """Canonical text."""
-        given = {f.name: getattr(self, f.name) for f in fields(self)}
-        return spell("questions", {k: v for k, v in given.items() if k == "path" or v != getattr(Questions, k)})
+        return canonical("questions", self, "path")
 
     def sampling(self, seed: int) -> Sampling:
         """How tokens are chosen."""
@@ -101,9 +101,7 @@ class Questions:
 
     def _item(self, tokenizer: PreTrainedTokenizerBase, number: int, row: dict[str, Any]) -> Item:
         question, answer = (_field(self.path, number, row, names) for names in (QUESTIONS, ANSWERS))
-        template: Any = tokenizer.apply_chat_template
-        chat = [{"role": "user", "content": f"{question}\n{INSTRUCTION}"}]
-        prompt = tuple(template(chat, add_generation_prompt=True, return_dict=False))
+        prompt = chat_prompt(tokenizer, f"{question}\n{INSTRUCTION}")
         data = {"answer": final_answer(answer), "end": tokenizer.eos_token_id}
         return Item(f"{number}", prompt, len(prompt) + (self.length or self.max_new_tokens), data)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from ...engine import Chunk, Engine, Forcing
 from ...layout import Row
 from ...settings import Settings
-from ..spelling import spell
+from ..spelling import canonical
 from ..task import Item, Outcome
 from .text import check_counts, encode, join, read_passages
 
@@ -62,8 +62,7 @@ class Stream:
     @property
     def name(self) -> str:
         """Canonical text; tokens are always in it."""
-        given = {f.name: getattr(self, f.name) for f in fields(self)}
-        return spell("stream", {k: v for k, v in given.items() if k == "tokens" or v != Stream.__dict__[k]})
+        return canonical("stream", self, "tokens")
 
     def items(self, tokenizer: PreTrainedTokenizerBase, count: int, seed: int) -> list[Item]:
         """The first ``count`` streams: solutions in shuffled order, joined by empty lines; no two share a solution.

@@ -82,6 +82,12 @@ def chat_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]
     return encode(tokenizer, before), encode(tokenizer, behind)
 
 
+def chat_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
+    """Token ids of a user's message in the chat template, the assistant's turn opened."""
+    template: Any = tokenizer.apply_chat_template
+    return tuple(template([{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False))
+
+
 def check_counts(**counts: int) -> None:
     """Refuse options that are not whole numbers of at least 1."""
     for name, value in counts.items():
