@@ -37,9 +37,15 @@ table() {
 
 # The same where the trace restates less.
 modes() {
+  words p policies full random recency snapkv
+  words d primary 'random vs recency' 'random vs snapkv'
+  run modes "${abacus[@]}" --batch 200 --task abacus:n=16,mode=r0 --task abacus:n=16,mode=r8 "${p[@]}" --compression 2 "${d[@]}"
+}
+
+modes3x() {
   words p policies full random random:draw=model recency snapkv
   words d primary 'random vs recency' 'random vs snapkv'
-  run modes "${abacus[@]}" --batch 200 --task abacus:n=16,mode=r0 --task abacus:n=16,mode=r8 "${p[@]}" --compression 3 "${d[@]}"
+  run modes3x "${abacus[@]}" --batch 200 --task abacus:n=16,mode=r0 --task abacus:n=16,mode=r8 "${p[@]}" --compression 3 "${d[@]}"
 }
 
 # A fact kept in j of 8 heads.
@@ -73,21 +79,21 @@ question3() {
   run question3 "${abacus[@]}" --batch 200 --task abacus:n=12,mode=r2 "${p[@]}" --compression 3 "${d[@]}"
 }
 
-# A real language model, forced: KL and perplexity on streams of GSM8K solutions.
+# A real language model, forced: KL and perplexity on streams of GSM8K solutions. Every arm runs beside the full cache.
 stream() {
-  words p policies full random recency
+  words p policies random recency
   run stream --model smollm2 --task "stream:skip=576,path=$GSM8K" "${p[@]}" --budget 256,512 --buffer 64 \
     --problems 20 --batch 2 --check 2 --primary 'random vs recency'
 }
 
 # And a number said once in its trace.
 passcode() {
-  words p policies full random recency
+  words p policies full random
   words t tasks {"passcode:tokens=1000","passcode:tokens=3000","passcode:tokens=6000"},where=trace,"path=$GSM8K"
   run passcode --model smollm2 "${t[@]}" "${p[@]}" --budget 512 --buffer 64 --problems 8 --batch 1
 }
 
-all=(table modes heads accuracy question1 question2 question3 stream passcode)
+all=(table modes modes3x heads accuracy question1 question2 question3 stream passcode)
 mkdir -p benchmarks/compare
 for name in "${@:-${all[@]}}"; do
   [[ " ${all[*]} " == *" $name "* ]] || { echo "unknown comparison $name: known are ${all[*]}" >&2; exit 2; }
