@@ -154,7 +154,7 @@ def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     words = ["demo", "--model", str(model), "--problems", "4", "--out", str(tmp_path / "demo")]
     assert kvkeep(monkeypatch, *words) == 0
     said = " ".join(capsys.readouterr().out.split())
-    for text in ("random:draw=model", "the full cache reaches", "Installed by training.", "score.png"):
+    for text in ("random:draw=model", "the full cache's is", "Installed by training.", "score.png"):
         assert text in said
     cells = json.loads((tmp_path / "demo" / "cells.json").read_text())["cells"]
     assert len(cells) == 11

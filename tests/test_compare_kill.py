@@ -22,7 +22,9 @@ compare --task abacus:n=4,mode=r0 --policy full --policy random --policy streami
 
 
 def start(model: Path, out: Path) -> subprocess.Popen[str]:
-    code = "from kvkeep.cli import main; main()"
+    # A shell starts background jobs with interrupts ignored, which children inherit: whoever runs the tests.
+    heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    code = f"{heed}; from kvkeep.cli import main; main()"
     words = [*WORDS.split(), "random vs streaming", "--model", str(model), "--out", str(out)]
     command = [sys.executable, "-c", code, *words]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
