@@ -140,7 +140,7 @@ def test_scores_without_bounds_go_all_the_way(abacus_model: Path, tmp_path: Path
     low, high = random["metric_intervals"]["perplexity"]
     assert low < random["metrics"]["perplexity"] < high
     text = (tmp_path / "run" / "report.md").read_text()
-    assert "the full cache's is .000 [open, open]" in text
+    assert "differences in kl (less is better): the full cache's is .000 [open, open]" in text
     assert (tmp_path / "run" / "score.png").exists()
 
 

@@ -70,6 +70,10 @@ class Pairs:
         found = self.partner(cell, labels[0]) if labels else None
         return None if cell.budget is None else found
 
+    def upward(self, cell: Cell) -> bool:
+        """Whether a larger score is a better one."""
+        return self._upward[cell.task]
+
     def declared(self, a: Cell, b: Cell) -> bool:
         """Whether the comparison of two cells, either way round, was declared before the run."""
         return any({pair.a.id, pair.b.id} == {a.id, b.id} for pair in declared_pairs(self.config, self.cells))

@@ -72,12 +72,13 @@ def _sentences(
     pairs: Pairs, mine: list[Cell], cells: Mapping[str, Any], holm: Mapping[str, float], caveat: str
 ) -> Iterator[str]:
     first = cells[mine[0].id]
-    yield f"{first['model']} on {first['task']}, {first['n']} problems, differences in {first['metric']}:"
+    better = "" if pairs.upward(mine[0]) else " (less is better)"
+    yield f"{first['model']} on {first['task']}, {first['n']} problems, differences in {first['metric']}{better}:"
     if full := next((cell for cell in mine if cell.budget is None), None):
         told = cells[full.id]
         yield f"the full cache's is {number(told['accuracy'])} [{number(told['low'])}, {number(told['high'])}]."
     else:
-        yield "there is no full cache to compare with."
+        yield "the full cache is not among the arms."
     said = _Told()
     for contrast in contrasts(list(pairs.arms.values())):
         _contrast(pairs, mine, contrast, holm, said)
