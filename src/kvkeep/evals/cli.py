@@ -133,7 +133,7 @@ def carry_out(
     from ..report.compare_tables import checked, terminal
     from .reading import read
     from .run import Interrupted, execute, prepare
-    from .summary import failures, summarise
+    from .summary import failures, pair_up, summarise
 
     prepared = prepare(config)
     try:
@@ -141,8 +141,9 @@ def carry_out(
     except Interrupted as stopped:
         err.print(str(stopped), soft_wrap=True)
         raise typer.Exit(130) from None
-    summary = summarise(run)
-    reading = read(run, summary)
+    pairs = pair_up(run)
+    summary = summarise(run, pairs)
+    reading = read(run, summary, pairs)
     environment = json_module.loads((folder / "environment.json").read_text())
     write_all(folder, summary, reading, environment)
     if json is not None:

@@ -47,6 +47,7 @@ class Pairs:
         self._bounds = {text: make_task(text).bounds for text in config.tasks}
         self._upward = {text: make_task(text).higher_is_better for text in config.tasks}
         self._made: dict[str, stats.Comparison] = {}
+        self._declared = {frozenset((pair.a.id, pair.b.id)) for pair in declared_pairs(config, self.cells)}
 
     def compare(self, pair: Pair) -> stats.Comparison:
         """a minus b."""
@@ -76,7 +77,7 @@ class Pairs:
 
     def declared(self, a: Cell, b: Cell) -> bool:
         """Whether the comparison of two cells, either way round, was declared before the run."""
-        return any({pair.a.id, pair.b.id} == {a.id, b.id} for pair in declared_pairs(self.config, self.cells))
+        return frozenset((a.id, b.id)) in self._declared
 
     def best_trivial(self, cell: Cell) -> Cell | None:
         """The best of the trivial policies with the same protection at the same budget; None if that is the cell.
@@ -132,8 +133,9 @@ def mean_score(scores: Scores) -> float:
 
 def comparisons(pairs: Pairs) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The declared comparisons, with Holm's correction over all of them, and the exploratory ones."""
-    family = {pair.id: p for pair, p in adjusted(pairs)}
-    primary = [{**_row(pairs, pair, "primary"), "p_holm": p} for pair, p in adjusted(pairs)]
+    declared = adjusted(pairs)
+    family = {pair.id for pair, _ in declared}
+    primary = [{**_row(pairs, pair, "primary"), "p_holm": p} for pair, p in declared]
     others: dict[str, dict[str, Any]] = {}
     for cell in pairs.cells:
         for kind, other in (("full", pairs.full(cell)), ("best trivial", pairs.best_trivial(cell))):

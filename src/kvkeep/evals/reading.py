@@ -14,7 +14,7 @@ from .arms import Arm
 from .cells import Cell
 from .compared import ALPHA, Pair, Pairs, adjusted
 from .run import Run
-from .summary import scores_of
+from .summary import pair_up
 
 
 @dataclass(frozen=True)
@@ -31,18 +31,16 @@ class Contrast:
     text: str
 
 
-def read(run: Run, summary: Mapping[str, Any]) -> str:
+def read(run: Run, summary: Mapping[str, Any], pairs: Pairs | None = None) -> str:
     """One paragraph for each model and task.
 
     Args:
         run: the finished comparison.
         summary: what :func:`~kvkeep.evals.summary.summarise` made of it.
+        pairs: what :func:`~kvkeep.evals.summary.pair_up` made of it, if it is there already.
     """
     config = run.prepared.config
-    lines: dict[str, list[dict[str, Any]]] = {}
-    for row in run.samples:
-        lines.setdefault(row["cell"], []).append(row)
-    pairs = Pairs(config, run.prepared.cells, {name: scores_of(rows) for name, rows in lines.items()})
+    pairs = pairs or pair_up(run)
     cells = {cell["id"]: cell for cell in summary["cells"]}
     holm = {pair.id: p for pair, p in adjusted(pairs)}
     found = []

@@ -21,15 +21,29 @@ Line = dict[str, Any]
 TOLERATED = 0.25
 
 
-def summarise(run: Run) -> dict[str, Any]:
-    """Everything a reader needs, ready for JSON.
+def pair_up(run: Run) -> Pairs:
+    """The comparisons of a run, for summary and reading: each interval is made once.
 
     Raises:
         RuntimeError: a cell lacks samples; nothing is ever dropped silently.
     """
+    scores = {name: scores_of(rows) for name, rows in _by_cell(run).items()}
+    return Pairs(run.prepared.config, run.prepared.cells, scores)
+
+
+def summarise(run: Run, pairs: Pairs | None = None) -> dict[str, Any]:
+    """Everything a reader needs, ready for JSON.
+
+    Args:
+        run: the finished comparison.
+        pairs: what :func:`pair_up` made of it, if it is there already.
+
+    Raises:
+        RuntimeError: see :func:`pair_up`.
+    """
     config, cells = run.prepared.config, run.prepared.cells
     lines = _by_cell(run)
-    pairs = Pairs(config, cells, {name: scores_of(rows) for name, rows in lines.items()})
+    pairs = pairs or pair_up(run)
     primary, others = comparisons(pairs)
     caveats = {model.name: model.caveat for model in run.prepared.models}
     return {
