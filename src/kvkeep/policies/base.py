@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
 from ..budget import Budget
-from ..signals import RoundView
+from ..signals import ModelFacts, RoundView
 
-PolicyScope = Literal["head", "layer", "model"]
+#: Who shares a kept set: nobody, the heads of a layer, equal heads of all layers, or all heads of all layers.
+PolicyScope = Literal["head", "layer", "head-of-all-layers", "model"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class Policy:
         default_protection: what kvkeep protects unless told otherwise.
         content_free: True if its kept positions do not depend on keys, values or queries.
         evicts: False for the full cache.
+        digest_blocks: tokens of the prompt, and of the trace, that :meth:`digest` gets at once, for policies that name
+            the signal ``digest``; None: it gets none of the trace.
     """
 
     name: ClassVar[str] = ""
@@ -41,10 +44,11 @@ class Policy:
     default_protection: ClassVar[str] = "prompt"
     content_free: ClassVar[bool] = False
     evicts: ClassVar[bool] = True
+    digest_blocks: ClassVar[tuple[int, int | None]] = (1024, None)
 
     @property
     def scope(self) -> PolicyScope:
-        """Which heads share a kept set: none ("head"), those of a layer, or all of the model."""
+        """Which heads share a kept set."""
         return "head"
 
     @property
@@ -59,9 +63,52 @@ class Policy:
             ValueError: with the value and what to do.
         """
 
+    def check_model(self, model: ModelFacts) -> None:
+        """Refuse a model that the policy (its calibration, say) does not fit.
+
+        Raises:
+            ValueError: with what differs and what to do.
+        """
+
+    def schedule(self, budget: int) -> dict[str, Any]:
+        """The paper's own schedule for K = ``budget``, as fields of Settings: buffer, window, growth, scope.
+
+        Empty: the paper has none of its own, or it is the common one.
+        """
+        return {}
+
     def query_window(self, budget: Budget) -> int:
         """Newest queries to keep for a policy that names the signal ``queries``; at least 1."""
         return max(budget.window, budget.every)
+
+    # ---- for the signals ``digest`` and ``entropy`` -------------------------------------------------
+
+    def digest(self, state: Tensor | None, queries: Tensor, positions: Tensor) -> Tensor:
+        """Take a block of one layer's queries into the policy's own summary of them.
+
+        Called with every block of :attr:`digest_blocks` tokens in order: prompt blocks row by row (the last of a prompt
+        may be shorter), trace blocks for all rows at once.
+
+        Args:
+            state: what the last call returned, [R, ...]; None at a row's first.
+            queries: float32 [R, H_q, n, D] before RoPE.
+            positions: int64 [R, n], theirs.
+
+        Returns:
+            [R, ...], of a shape and type that never change.
+        """
+        raise NotImplementedError(f"{type(self).__name__} names the signal 'digest' but has no digest()")
+
+    @property
+    def entropy_shift(self) -> int:
+        """0: an entry's entropy is of the prediction made at its token; 1: of the prediction of its token."""
+        return 0
+
+    def entropy(self, logits: Tensor) -> Tensor:
+        """float32 [..., V] next-token logits -> [...] nats, for policies that name the signal ``entropy``."""
+        raise NotImplementedError(f"{type(self).__name__} names the signal 'entropy' but has no entropy()")
+
+    # ---- a round ------------------------------------------------------------------------------------
 
     def score(self, view: RoundView) -> Tensor:
         """float32 [R, L, H, C], higher = keep; L and H are 1 where the scope shares them."""
@@ -70,6 +117,25 @@ class Policy:
     def draw_keys(self, view: RoundView) -> Tensor | None:
         """int32 [R, L, H, C / slots_per_unit], lowest = evicted first; None for scored policies."""
         return None
+
+    def allot(self, view: RoundView, keys: Tensor) -> Tensor | None:
+        """How many entries each layer keeps; None: all the same.
+
+        Args:
+            view: the round; ``view.kept`` is the mean over layers.
+            keys: what :meth:`keys` gave for it.
+
+        Returns:
+            float64 [R, L] entries a head, protected ones and window included, whose mean over layers is ``view.kept``.
+            The engine rounds them (:func:`kvkeep.budget.split`) so that the sum is exact and no layer is asked for more
+            than it holds.
+        """
+        return None
+
+    @property
+    def splits(self) -> bool:
+        """Whether :meth:`allot` may give layers different budgets."""
+        return False
 
     def keys(self, view: RoundView) -> Tensor:
         """Draws or scores: what :func:`kvkeep.plan.plan` orders."""
