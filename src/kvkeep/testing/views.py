@@ -11,8 +11,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from kvkeep.rotary import Rotary
-from kvkeep.signals import LayerView, RoundView
+from ..rotary import Rotary
+from ..signals import LayerView, RoundView
 
 JUNK = 10**6
 
