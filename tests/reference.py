@@ -16,7 +16,8 @@ from scipy import stats
 from torch import Tensor
 
 from kvkeep.budget import Budget
-from kvkeep.layout import Protection, Round, Row
+from kvkeep.layout import Round, Row
+from kvkeep.protection import Protection
 from kvkeep.plan import Moves, Overrides, plan
 from kvkeep.policies import Policy
 from kvkeep.signals import POSITIONS, RoundView

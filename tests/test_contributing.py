@@ -58,7 +58,7 @@ def test_the_example_keeps_what_it_says(installed: Path, monkeypatch: pytest.Mon
     from my_stride import Stride
 
     from kvkeep.budget import Budget
-    from kvkeep.layout import Protection
+    from kvkeep.protection import Protection
     from reference import Slots
 
     slots = Slots(Stride(step=4), Budget(12, 2), Protection.parse("prompt"), [3], [0], 1, 1)

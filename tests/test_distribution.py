@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvkeep.budget import Budget
-from kvkeep.layout import Protection
+from kvkeep.protection import Protection
 from kvkeep.policies import RandomAttention
 from reference import Slots, indicators, naive_kept, pairs, same_mean
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvkeep.budget import Budget
 from kvkeep.draws import rank_keys, round_words, stream_of
-from kvkeep.layout import Protection
+from kvkeep.protection import Protection
 from kvkeep.policies import RandomAttention
 from reference import joint_inclusion, overlap_is_hypergeometric, simulate, uniform_inclusion, victims_of
 

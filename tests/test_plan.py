@@ -15,7 +15,8 @@ from checks import check_event, check_row
 from kvkeep import cpu
 from kvkeep.budget import Budget, Scope
 from kvkeep.draws import rank_keys, round_words
-from kvkeep.layout import Protection, Round, Row
+from kvkeep.layout import Round, Row
+from kvkeep.protection import Protection
 from kvkeep.plan import plan
 from kvkeep.policies import Policy, RandomAttention, Recency
 from reference import Slots, naive_event, naive_victims, real_moves

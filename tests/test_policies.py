@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvkeep.budget import Budget
-from kvkeep.layout import Protection
+from kvkeep.protection import Protection
 from kvkeep.policies import Full, Policy, RandomAttention, Recency, StreamingLLM, make_policy, policies
 from kvkeep.settings import Settings
 from kvkeep.signals import RoundView

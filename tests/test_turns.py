@@ -9,7 +9,8 @@ from hypothesis import given, settings
 
 from checks import check_event, check_row
 from kvkeep.budget import Budget
-from kvkeep.layout import Protection, Row
+from kvkeep.layout import Row
+from kvkeep.protection import Protection
 from kvkeep.policies import RandomAttention, Recency
 from reference import Slots
 

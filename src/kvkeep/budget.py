@@ -6,8 +6,9 @@ Pure arithmetic on Python integers: both engines resolve a request's budget with
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import floor, inf
+from math import floor, inf, isfinite
 from typing import Literal, get_args
 
 Scope = Literal["total", "trace", "grow"]
@@ -115,3 +116,47 @@ class Budget:
                 'scope="grow" (a longer prompt brings its own budget) or scope="trace" (only the trace counts).'
             )
         return replace(self, total=total, scope="total")
+
+
+def split(wanted: Sequence[float], total: int, least: int, most: Sequence[int]) -> list[int]:
+    """Whole numbers of entries for each layer, as near to what is wanted as the bounds allow.
+
+    What a layer cannot hold or must not lose is shared by the others in proportion to what they want beyond ``least``;
+    remainders go to the largest fractions, then to the first layers.
+
+    Args:
+        wanted: entries that each layer should keep; only their proportions beyond ``least`` matter.
+        total: their exact sum.
+        least: entries that no layer may fall below (protected and newest).
+        most: entries that each layer holds.
+
+    Raises:
+        ValueError: the bounds leave no solution, or a number is not finite.
+    """
+    layers = len(wanted)
+    if len(most) != layers or not layers * least <= total <= sum(most) or min(most, default=0) < least:
+        raise ValueError(
+            f"{total} entries cannot be split over {layers} layers that keep at least {least} and hold {list(most)}"
+        )
+    if not all(isfinite(w) for w in wanted):
+        raise ValueError(f"a layer's budget is not a finite number: {list(wanted)}")
+    weights = [max(w - least, 0.0) for w in wanted]
+    shares = [0.0] * layers
+    free, left = set(range(layers)), float(total - layers * least)
+    while free:  # each pass fills at least one layer up, or ends
+        weight = sum(weights[i] for i in free)
+        give = {i: left * (weights[i] / weight if weight else 1 / len(free)) for i in free}
+        full = {i for i in free if give[i] >= most[i] - least}
+        if not full:
+            shares = [give.get(i, share) for i, share in enumerate(shares)]
+            break
+        for i in full:
+            shares[i] = float(most[i] - least)
+            left -= shares[i]
+        free -= full
+    kept = [floor(share + 1e-9) for share in shares]
+    short = total - layers * least - sum(kept)
+    order = sorted((i for i in range(layers) if kept[i] < most[i] - least), key=lambda i: (kept[i] - shares[i], i))
+    for i in order[:short]:
+        kept[i] += 1
+    return [least + k for k in kept]

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from .bench.cli import app as bench_app
+from .calibrate_cli import calibrate
 from .demo import demo
 from .evals.cli import compare
 from .policies import policies as known_policies
@@ -29,6 +30,7 @@ app = typer.Typer(
 app.add_typer(bench_app, name="bench")
 app.add_typer(testbed_app, name="testbed")
 app.command()(compare)
+app.command()(calibrate)
 app.command()(demo)
 out, err = Console(), Console(stderr=True)
 

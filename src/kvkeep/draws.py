@@ -121,3 +121,30 @@ def _rank_keys(words: Tensor, ranks: Tensor) -> Tensor:
     x.add_(high).mul_(_KEY_B)
     xorshift(15)
     return x
+
+
+def apart(words: Tensor, purpose: int) -> Tensor:
+    """Words for another purpose than :func:`round_words`' own, which is to draw victims.
+
+    Args:
+        words: int64 [...], from :func:`round_words`.
+        purpose: at least 1; each use of draws in the library has its own.
+
+    Returns:
+        int64 [...]; what is drawn with them tells nothing of what is drawn with ``words``.
+    """
+    return _mix64(words ^ _signed64(purpose * cpu.WEYL))
+
+
+def uniforms(words: Tensor, ranks: Tensor) -> Tensor:
+    """Uniform numbers strictly between 0 and 1: the middles of 2^23 equal parts.
+
+    Args:
+        words: int64 [...].
+        ranks: int32 [C].
+
+    Returns:
+        float32 [..., C], from 2^-24 to 1 - 2^-24, all exact.
+    """
+    bits = (rank_keys(words, ranks) >> 9) & ((1 << 23) - 1)
+    return bits.to(torch.float32).add_(0.5).mul_(2.0**-23)

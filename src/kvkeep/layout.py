@@ -21,75 +21,12 @@ go, and moves the entries since the last round up, in order.
 
 from __future__ import annotations
 
-import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, lcm
 
 from .budget import Budget, round_up
-
-
-@dataclass(frozen=True)
-class Protection:
-    """Positions that outrank every score.
-
-    Args:
-        share: share of the prompt, counted from its beginning, that is protected (1.0: all of it).
-        sinks: number of first tokens that is protected.
-        pins: half-open position ranges ``(first, end)`` that are protected wherever they lie.
-            Pins beyond the protected prefix need the position store.
-    """
-
-    share: float = 0.0
-    sinks: int = 0
-    pins: tuple[tuple[int, int], ...] = ()
-
-    @classmethod
-    def parse(cls, text: str) -> Protection:
-        """Read ``prompt``, ``prompt:0.5``, ``sinks:4``, ``pin:10-20,40-48`` or ``none``; join several with ``+``.
-
-        Raises:
-            ValueError: the text is none of these.
-        """
-        share, sinks, pins = 0.0, 0, []
-        for part in text.split("+"):
-            name, _, value = part.strip().partition(":")
-            try:
-                if name == "prompt":
-                    share = float(value) if value else 1.0
-                elif name == "sinks":
-                    sinks = int(value)
-                elif name == "pin":
-                    pins += [cls._range(item) for item in value.split(",")]
-                elif name != "none" or value:
-                    raise ValueError(name)
-            except ValueError as error:
-                raise ValueError(
-                    f"protection {part.strip()!r} is not understood; use prompt, prompt:0.5 (the first half of the "
-                    "prompt), sinks:4, pin:10-20 (positions 10 to 19), none, or several joined by +"
-                ) from error
-        if not 0 <= share <= 1 or sinks < 0:
-            raise ValueError(f"protection {text!r}: a share lies between 0 and 1 and a count is not negative")
-        return cls(share, sinks, tuple(sorted(pins)))
-
-    @staticmethod
-    def _range(text: str) -> tuple[int, int]:
-        match = re.fullmatch(r"\s*(\d+)-(\d+)\s*", text)
-        if match is None or int(match[1]) >= int(match[2]):
-            raise ValueError(text)
-        return int(match[1]), int(match[2])
-
-    def prefix(self, prompt_length: int) -> int:
-        """P, the length of the protected prefix of a prompt of ``prompt_length`` tokens."""
-        return max(ceil(self.share * prompt_length), min(self.sinks, prompt_length))
-
-    def pinned(self, prefix: int, seen: int | None = None) -> int:
-        """Number of pinned positions from ``prefix`` on, and before ``seen`` if that is given."""
-        taken, end = 0, prefix
-        for first, last in self.pins:  # sorted, possibly overlapping
-            last = last if seen is None else min(last, seen)
-            taken += max(0, last - max(first, end))
-            end = max(end, last)
-        return taken
+from .protection import Protection
 
 
 @dataclass(frozen=True)
@@ -106,6 +43,7 @@ class Round:
         fresh: empty slots behind the candidates that the window's way up opens (turns only);
             they have ranks C, C + 1, ... and are filled like victims' slots.
         turn: False frees the last ``victims`` candidate slots, True the first ``victims + fresh``.
+        prefill: True if it compresses the context after its prefill.
     """
 
     number: int
@@ -116,6 +54,7 @@ class Round:
     newest: int = 0
     fresh: int = 0
     turn: bool = False
+    prefill: bool = False
 
     @property
     def freed(self) -> int:
@@ -139,11 +78,15 @@ class Row:
         budget: resolved by :meth:`Budget.for_prompt`; None never evicts.
         protection: what is protected.
         unit: slots that live and die together; the candidates start at a multiple of it.
+        keep: share of the context that stays after its prefill; None: all of it.
+        keep_window: newest entries of the context that stay then.
     """
 
     budget: Budget | None
     protection: Protection = field(default_factory=Protection)
     unit: int = 1
+    keep: float | None = None
+    keep_window: int = 0
     asked: Budget | None = None  # as configured, before any prompt was accounted for
     prompt_length: int = 0  # of all turns
     protected: int = 0
@@ -154,13 +97,23 @@ class Row:
     rounds: int = 0  # rounds and turns so far
     trace_rounds: int = 0
     evicted: int = 0
+    compressed: int | None = None  # entries that the context kept
+    dropped: int = 0  # entries that it lost
+    held: tuple[int, ...] = ()  # entries of each layer, whose mean is `cached`; empty: all layers hold the same
 
     @classmethod
-    def new(cls, budget: Budget | None, protection: Protection, unit: int = 1) -> Row:
+    def new(
+        cls,
+        budget: Budget | None,
+        protection: Protection,
+        unit: int = 1,
+        keep: float | None = None,
+        keep_window: int = 0,
+    ) -> Row:
         """An empty row; the prompt is still to come."""
         if budget is not None:  # a budget that depends on the prompt stays a multiple of the unit
             budget = replace(budget, align=lcm(budget.align, unit))
-        return cls(budget, protection, unit, asked=budget)
+        return cls(budget, protection, unit, keep, keep_window, asked=budget)
 
     def _held(self, protected: int) -> int:
         """Entries that can never be evicted when the protected prefix has this length."""
@@ -178,7 +131,7 @@ class Row:
         prefix = self.protection.prefix(length)
         if self.asked is not None:
             held = round_up(prefix, self.unit) + self.protection.pinned(prefix)
-            budget = self.asked.for_prompt(length, held)
+            budget = self.asked.for_prompt(length - self.dropped, held)
             if self.unit > 1 and length > budget.limit(0):
                 raise ValueError(
                     f"unit={self.unit} cannot cut a prompt of {length} tokens, longer than budget + buffer "
@@ -191,8 +144,37 @@ class Row:
 
     def _append(self, n: int) -> None:
         self.cached += n
+        self.held = tuple(entries + n for entries in self.held)
         self.seen += n
         self.ordered += n
+
+    # ---- after the prefill ------------------------------------------------------------------
+
+    @property
+    def needs_compression(self) -> bool:
+        """Whether the context is still to be compressed."""
+        return self.keep is not None and self.compressed is None
+
+    def next_compression(self) -> Round | None:
+        """What cuts the context down to its share; None if nothing has to go.
+
+        Raises:
+            ValueError: the share is less than what is protected.
+        """
+        assert self.keep is not None
+        start = round_up(self.protected, self.unit)
+        kept = min(self.cached, round_up(ceil(self.keep * self.cached), self.unit))
+        if kept <= self._held(self.protected):
+            raise ValueError(
+                f"prefill_keep={self.keep} of a context of {self.cached} tokens is {kept} entries, and "
+                f"{self._held(self.protected)} are protected: keep more or protect less"
+            )
+        window = min(self.keep_window, kept - start)
+        if kept == self.cached:
+            self.compressed = kept
+            return None
+        candidates = self.cached - window - start
+        return Round(self.rounds, start, candidates, self.cached - kept, window, prefill=True)
 
     # ---- the trace --------------------------------------------------------------------------
 
@@ -253,6 +235,8 @@ class Row:
         Raises:
             ValueError: the new turn does not fit beside the protected prefix and the window.
         """
+        if self.keep is not None and self._turns_are_protected:
+            raise ValueError("a second turn after prefill_keep needs protect='none' or sinks: it is appended as it is")
         if self.asked is None:
             return None
         if self.unit > 1:
@@ -279,14 +263,39 @@ class Row:
             return None
         return Round(self.rounds, self.protected, candidates, victims, window, fresh=n - victims, turn=True)
 
-    def apply(self, event: Round) -> None:
-        """Account for a round, or for the room made for a turn, once it has been carried out."""
+    def apply(self, event: Round, held: Sequence[int] = ()) -> None:
+        """Account for a round, or for the room made for a turn, once it has been carried out.
+
+        Args:
+            event: what happened.
+            held: entries of each layer from now on, where layers differ.
+        """
         self.rounds += 1
         self.cached -= event.victims
+        self.held = tuple(held)
         self.evicted += event.victims
         self.ordered = event.window
-        if not event.turn:
+        if event.prefill:
+            self.compressed, self.dropped = self.cached, event.victims
+            if self.asked is not None:  # what was evicted no longer counts as prompt
+                self.budget = self.asked.for_prompt(self.prompt_length - self.dropped, self._held(self.protected))
+        elif not event.turn:
             self.trace_rounds += 1
+
+    # ---- layers that differ -----------------------------------------------------------------
+
+    def by_layer(self, layers: int) -> tuple[int, ...]:
+        """Entries of each of ``layers`` layers."""
+        return self.held or (self.cached,) * layers
+
+    def at_layer(self, index: int) -> Row:
+        """This row as the layer sees it."""
+        return replace(self, cached=self.held[index], held=()) if self.held else self
+
+    def event_at(self, event: Round, index: int, kept: int) -> Round:
+        """``event`` (a round or a compression) as it is for one layer, which holds ``kept`` entries afterwards."""
+        more = (self.held[index] if self.held else self.cached) - self.cached
+        return replace(event, candidates=event.candidates + more, victims=self.cached + more - kept)
 
     def add_turn(self, n: int) -> None:
         """Account for the ``n`` prompt tokens of a new turn, now in the slots from :attr:`turn_slot` on."""
@@ -295,8 +304,9 @@ class Row:
         if self._turns_are_protected:
             self.protected += n
         if self.asked is not None:
-            self.budget = self.asked.for_prompt(self.prompt_length, self._held(self.protected))
+            self.budget = self.asked.for_prompt(self.prompt_length - self.dropped, self._held(self.protected))
         self.cached += n
+        self.held = tuple(entries + n for entries in self.held)
         self.seen += n
         if appended:
             self.ordered += n

@@ -148,6 +148,12 @@ class PositionStore:
         data[..., :common] = self.data[..., :common]
         self.data = data
 
+    def select(self, order: Sequence[int]) -> None:
+        """Keep these rows, in this order."""
+        with torch.inference_mode(False):
+            self.data = self.data[list(order)].contiguous()
+        self.filled = [self.filled[i] for i in order]
+
     def fill(self, row: int, cached: int, seen: int) -> None:
         """Note the tokens since the last call: the newest ones, in slots up to ``cached``."""
         first = self.filled[row]

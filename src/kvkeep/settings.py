@@ -9,13 +9,15 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from .budget import Budget, Scope
-from .layout import Protection
 from .policies import Policy, make_policy, option_names, register
+from .protection import Protection
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from .hf.cache import EvictCache
+
+_PREFILL_WINDOW = 64  # as SnapKV's and InfoKV's experiments have it
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Settings:
         track_positions: keep the position of every entry (4 bytes an entry of a head), so that kept
             positions can be read without replaying the rounds.
         options: the policy's own options, e.g. ``{"draw": "layer"}``.
+        prefill_keep: share of the context that is kept after its prefill, once; None keeps all of it. Rounds follow
+            only if there is a budget too. The context is the whole prompt, or what ``context_length=`` says.
 
     Raises:
         ValueError: a value is out of range or the values do not fit together.
@@ -55,17 +59,32 @@ class Settings:
     seed: int = 0
     track_positions: bool = False
     options: dict[str, Any] = field(default_factory=dict)
+    prefill_keep: float | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"seed must be a whole number of 64 bits, got {self.seed!r}")
         if self.protect is not None and not isinstance(self.protect, str):
             raise ValueError(f"protect is a text such as 'prompt' or 'sinks:4', got {self.protect!r}")
+        self._check_prefill()
         policy, budget = self.make_policy(), self.make_budget()
         if self.protection.pins and policy.slots_per_unit > 1:
             raise ValueError(f"pins protect single tokens, unit={policy.slots_per_unit} evicts several: use unit=1")
         if budget is not None:
             policy.check(heads=0, budget=budget)  # the model's heads are checked when it is known
+
+    def _check_prefill(self) -> None:
+        keep = self.prefill_keep
+        if keep is None:
+            return
+        if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:
+            raise ValueError(f"prefill_keep is the share of the context that stays, above 0 and up to 1, got {keep!r}")
+        if not self.make_policy().evicts:
+            raise ValueError(f"policy {self.policy!r} evicts nothing: leave out prefill_keep")
+        if self.protection.share:
+            raise ValueError(
+                f"protect={self.protect!r} keeps the prompt that prefill_keep is to compress: use none or sinks:4"
+            )
 
     @classmethod
     def of(cls, policy: str | Policy = "random", **values: Any) -> Settings:
@@ -124,7 +143,7 @@ class Settings:
 
     def make_budget(self) -> Budget | None:
         """The budget as configured, before a prompt; None for a policy that never evicts."""
-        if not self.make_policy().evicts:
+        if not self.make_policy().evicts or (self.budget is None and self.prefill_keep is not None):
             return None
         if self.budget is None:
             raise ValueError(f"policy {self.policy!r} needs a budget: the entries each KV head may keep, e.g. 2048")
@@ -139,7 +158,18 @@ class Settings:
     @property
     def protect_text(self) -> str:
         """The protection in the notation of the command line."""
-        return self.make_policy().default_protection if self.protect is None else self.protect
+        if self.protect is not None:
+            return self.protect
+        default = self.make_policy().default_protection
+        return "none" if self.prefill_keep is not None and Protection.parse(default).share else default
+
+    @property
+    def prefill_window(self) -> int:
+        """Newest entries of the context that stay when it is compressed."""
+        budget = self.make_budget()
+        if budget is not None:
+            return budget.window
+        return _PREFILL_WINDOW if self.window is None else self.window
 
     def cache(self, model: PreTrainedModel, samples: Sequence[int] | None = None) -> EvictCache:
         """A bounded cache for ``model``; ``reset()`` makes it ready for the next prompt."""

@@ -7,7 +7,7 @@ so it costs nothing beyond its draws.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -207,10 +207,11 @@ class RoundView:
         candidates: C, the widest row's number of candidates; narrower rows are padded behind.
         positions: int32 [R, L, H, C] ascending (axes that the policy's scope shares are 1), or None.
         layer: gives what the i-th evicting layer holds, or None if no signal asks for it.
-        seen: tokens each row has seen, the position of the next one; empty if no signal asks for layers.
+        seen: tokens each row has seen, the position of the next one; empty where a row's rounds are replayed.
         kept: entries that each row's heads hold after the round, protected ones and the window included (mean over
             layers where a policy splits the budget).
         window: newest entries of each row that stay.
+        protected: entries of the protected prefix of each row.
     """
 
     seed: int
@@ -223,8 +224,9 @@ class RoundView:
     positions: Tensor | None = None
     layer: Callable[[int], LayerView] | None = None
     seen: tuple[int, ...] = ()
-    kept: tuple[int, ...] = field(default=())
-    window: tuple[int, ...] = field(default=())
+    kept: tuple[int, ...] = ()
+    window: tuple[int, ...] = ()
+    protected: tuple[int, ...] = ()
 
     def by_layer(self, score: Callable[[LayerView], Tensor]) -> Tensor:
         """Score layer by layer, so that temporaries are those of one layer.

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..hf.layer import EvictingLayer
 from ..hf.model import ModelInfo
 from ..hf.rounds import Rounds
+from ..hf.watch import Watch
 from ..layout import Round, Row
 from ..plan import Moves, eviction_order
 from ..settings import Settings
@@ -67,8 +68,9 @@ class InPlace:
         for layer in self.layers:
             size = (shape.batch, shape.heads, self.row.cached, shape.head_dim)
             layer.k, layer.v = (torch.randn(size, device=device).to(shape.dtype) for _ in range(2))
-        info = ModelInfo(nn.Module(), {}, [*self.layers], tuple(range(shape.layers)), shape.heads)
-        self.rounds = Rounds(policy, settings, info, self.layers)
+        info = ModelInfo(nn.Module(), {}, [*self.layers], tuple(range(shape.layers)), shape.heads, None, None)
+        watch = Watch(policy, info, self.layers, budget, 0, None)
+        self.rounds = Rounds(policy, settings, info, self.layers, watch)
         self.rounds.begin(shape.batch, device)
         self.which = list(range(shape.batch))
         self.streams = torch.arange(shape.batch)

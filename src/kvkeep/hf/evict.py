@@ -24,6 +24,7 @@ def evict(
     *,
     samples: Sequence[int] | None = None,
     prompt_length: int | None = None,
+    context_length: int | None = None,
     keep: Tensor | None = None,
     forget: Tensor | None = None,
     **values: Any,
@@ -43,6 +44,8 @@ def evict(
             numbered in order. Equal prompts with equal numbers draw alike.
         prompt_length: columns of the first prompt, padding included. By default the prompt ends
             where the first one-token forward begins, or where ``generate`` says.
+        context_length: with ``prefill_keep``: columns of the prompt that are compressed, before what follows them (the
+            question) is fed. They need forwards of their own: see :meth:`EvictCache.prefill`.
         keep: see :meth:`EvictCache.override`.
         forget: see :meth:`EvictCache.override`.
         **values: fields of :class:`~kvkeep.settings.Settings` (``budget``, ``buffer``, ``protect``,
@@ -52,7 +55,7 @@ def evict(
         ValueError: something does not fit; nothing has run yet.
     """
     cache = Settings.of(policy, **values).cache(model, None if samples is None else list(samples))
-    cache.prompt_length = prompt_length
+    cache.prompt_length, cache.context_length = prompt_length, context_length
     try:
         cache.override(keep, forget)
         yield cache

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .model import ModelInfo, Unsupported, implementation
 from .queries import Tap, listen
+from .watch import Watch, output_of
 
 if TYPE_CHECKING:
     from .cache import EvictCache
@@ -26,10 +27,10 @@ class Hooks:
     Args:
         cache: who is told.
         info: the model's decoder and attention modules.
-        tapped: the cache's policy asks for queries: see :mod:`kvkeep.hf.queries`.
+        watch: what the cache's policy asks to see.
     """
 
-    def __init__(self, cache: EvictCache, info: ModelInfo, tapped: bool = False) -> None:
+    def __init__(self, cache: EvictCache, info: ModelInfo, watch: Watch) -> None:
         reference = weakref.ref(cache)
         self.thread = 0  # in which a forward with this cache is under way
         signature = inspect.signature(info.decoder.forward)
@@ -42,6 +43,7 @@ class Hooks:
                 self.thread = 0
             if owner is None or not isinstance(kwargs, dict):
                 return
+            owner.watch.settle()  # whatever the output layer does from now on belongs to this forward
             given = {**kwargs, **signature.bind_partial(*args).arguments} if args else kwargs
             if _passed(given) is owner:
                 self.thread = get_ident()
@@ -51,12 +53,15 @@ class Hooks:
             owner = reference()
             if owner is not None and self.thread == get_ident():
                 self.thread = 0
-                owner.end()
+                owner.end(output_of(output))
 
         def mask(module: nn.Module, args: Any, kwargs: Any = None) -> Any:
             owner = reference()
             step = None if owner is None or self.thread != get_ident() else owner.step
-            if step is None or not isinstance(kwargs, dict) or (step.mask is None and not step.unmasked):
+            if step is None or not isinstance(kwargs, dict):
+                return None
+            step = step.part(place[module])
+            if step.mask is None and not step.unmasked:
                 return None
             if "attention_mask" not in kwargs:
                 raise Unsupported(f"{type(module).__name__} takes no attention_mask by name, which padding needs")
@@ -66,22 +71,26 @@ class Hooks:
                 made = step.mask.for_attention(implementation(module), hidden.dtype, hidden.device)
             return args, {**kwargs, "attention_mask": made}
 
+        place = {info.attention[number]: i for i, number in enumerate(info.evicting)}
         self._handles: list[Any] = [
             info.decoder.register_forward_pre_hook(before, with_kwargs=True),
             info.decoder.register_forward_hook(after, with_kwargs=True),
             *(m.register_forward_pre_hook(mask, with_kwargs=True) for m in info.attention.values()),
         ]
-        if tapped:
+        if watch.taps:
             self._tap(reference, info)
+        self._handles += [m.register_forward_hook(self._hidden(reference, n)) for n, m in watch.blocks.items()]
+        if watch.predictions is not None:
+            self._handles.append(watch.predictions.head.register_forward_hook(_predicted(reference)))
         self._finalizer = weakref.finalize(cache, _remove, self._handles)
 
     def _tap(self, reference: weakref.ref[EvictCache], info: ModelInfo) -> None:
         """Let attention modules hand over their queries in forwards of this cache."""
 
-        def take(module: nn.Module, queries: Tensor, scaling: float | None) -> None:
+        def take(module: nn.Module, *seen: Any) -> None:
             owner = reference()
             if owner is not None:
-                owner.tap(module, queries, scaling)
+                owner.tap(module, *seen)
 
         def forget(module: nn.Module, args: Any, kwargs: Any = None) -> None:
             listen(None)  # an interrupt may have left somebody waiting, whom these queries do not concern
@@ -104,9 +113,26 @@ class Hooks:
             self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
         self._handles.append(Tap(info.attention.values()))
 
+    def _hidden(self, reference: weakref.ref[EvictCache], number: int) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            owner = reference()
+            if owner is not None and self.thread == get_ident():
+                owner.watch.hidden(number, output_of(output))
+
+        return hook
+
     def remove(self) -> None:
         """Take the hooks off."""
         self._finalizer()
+
+
+def _predicted(reference: weakref.ref[EvictCache]) -> Any:
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        owner = reference()
+        if owner is not None and owner.watch.predictions is not None:
+            owner.watch.predictions.predicted(output)
+
+    return hook
 
 
 def _passed(kwargs: dict[str, Any]) -> Any:

@@ -23,13 +23,17 @@ class EvictingLayer(DynamicLayer):
         heads: H, as the model's configuration says.
         step: gives the forward that is under way, None between forwards.
         columns: gives the number of columns seen so far, padding included.
+        numbers: float32 numbers kept beside each entry, for what a policy wants to know of it.
     """
 
     is_croppable = False
 
-    def __init__(self, number: int, heads: int, step: Callable[[], Step | None], columns: Callable[[], int]) -> None:
+    def __init__(
+        self, number: int, heads: int, step: Callable[[], Step | None], columns: Callable[[], int], numbers: int = 0
+    ) -> None:
         super().__init__()
-        self.number, self.heads = number, heads
+        self.number, self.heads, self._numbers = number, heads, numbers
+        self.beside: Tensor | None = None  # float32 [B, H, S, numbers]
         self.stored: Step | None = None  # the last forward that stored its entries here
         self._step, self._columns = step, columns
         self.k: Tensor | None = None
@@ -52,6 +56,8 @@ class EvictingLayer(DynamicLayer):
         self.reserve(step, key_states, value_states)
         assert self.k is not None
         assert self.v is not None
+        if self._numbers:
+            self._write_beside(step, slice(None), None)
         seen = self._store(step, self.k, key_states), self._store(step, self.v, value_states)
         self.keys, self.values = self.k[:, :, : step.needed], self.v[:, :, : step.needed]
         self.stored = step
@@ -68,7 +74,7 @@ class EvictingLayer(DynamicLayer):
         return width, seen + query_length - width
 
     def reset(self) -> None:
-        self.k = self.v = self.stored = None
+        self.k = self.v = self.beside = self.stored = None
         super().reset()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -96,6 +102,11 @@ class EvictingLayer(DynamicLayer):
         """Bytes allocated for keys and values."""
         return sum(t.untyped_storage().nbytes() for t in (self.k, self.v) if t is not None)
 
+    @property
+    def beside_nbytes(self) -> int:
+        """Bytes allocated for the numbers beside the entries."""
+        return 0 if self.beside is None else self.beside.untyped_storage().nbytes()
+
     def reserve(self, step: Step, keys: Tensor, values: Tensor) -> None:
         """Make room for a forward: in steps until K + r is reached, then (unless K grows) never again."""
         if not self.is_initialized:
@@ -113,6 +124,9 @@ class EvictingLayer(DynamicLayer):
             return
         self.k = self._resized(self.k, keys, slots)
         self.v = self._resized(self.v, values, slots)
+        if self._numbers:
+            like = torch.empty((*keys.shape[:3], self._numbers), device=keys.device)
+            self.beside = self._resized(self.beside, like, slots)
 
     @staticmethod
     def _resized(old: Tensor | None, like: Tensor, slots: int) -> Tensor:
@@ -132,6 +146,50 @@ class EvictingLayer(DynamicLayer):
                 rows = rows.clone()
                 self.k = self.k.index_select(0, rows.to(self.k.device))
                 self.v = self.v.index_select(0, rows.to(self.v.device))
+                if self.beside is not None:
+                    self.beside = self.beside.index_select(0, rows.to(self.beside.device))
+
+    # ---- numbers beside the entries ---------------------------------------------------------------
+
+    def note(self, step: Step, column: int, values: Tensor) -> None:
+        """Write a number beside each entry that a forward stored.
+
+        Args:
+            step: that forward, as this layer saw it.
+            column: which number.
+            values: [B, q], one a column of the forward.
+        """
+        self._write_beside(step, column, values)
+
+    def receive(self, step: Step, column: int, weights: Tensor) -> None:
+        """Add to a number of everything that the forward under way could see.
+
+        Args:
+            step: that forward, as this layer sees it.
+            column: which number.
+            weights: float32 [B, H, S], of what :meth:`update` returned.
+        """
+        assert self.beside is not None
+        if not step.appended:
+            self.beside[:, :, : weights.shape[-1], column] += weights
+            return
+        self.beside[:, :, : step.stored, column] += weights[..., : step.stored]
+        for (row, heads, slots), pad in zip(step.written(), step.pads, strict=False):
+            self.beside[row, heads, slots, column] += weights[row, ..., step.stored + pad :]
+
+    def _write_beside(self, step: Step, column: int | slice, values: Tensor | None) -> None:
+        """``values`` [B, q], or zeros, beside the entries that a forward stores."""
+        assert self.beside is not None
+        if values is None:
+            values = torch.zeros(len(step.pads), step.columns, device=self.beside.device)
+        new = values.to(self.beside.device, torch.float32)[:, None, :, None]  # [B, 1, q, 1]
+        one = slice(column, column + 1) if isinstance(column, int) else column
+        if step.columns == 1 and not step.uniform:
+            rows, slots = step.places(self.beside.device)
+            self.beside[rows, :, slots, one] = new[:, :, 0]
+            return
+        for (row, heads, slots_of_row), pad in zip(step.written(), step.pads, strict=False):
+            self.beside[row, heads, slots_of_row, one] = new[row, ..., pad:, :]
 
     @staticmethod
     def _store(step: Step, storage: Tensor, new: Tensor) -> Tensor:

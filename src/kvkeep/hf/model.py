@@ -35,6 +35,8 @@ class ModelInfo:
         layers: cache layers of the whole model; those that will evict are plain ``DynamicLayer``.
         evicting: numbers of the layers whose entries can be evicted (full attention).
         heads: KV heads of each evicting layer.
+        head: the output layer, which turns hidden states into logits.
+        config: the text configuration.
     """
 
     decoder: nn.Module
@@ -42,6 +44,8 @@ class ModelInfo:
     layers: list[CacheLayerMixin]
     evicting: tuple[int, ...]
     heads: int
+    head: nn.Module | None
+    config: Any
 
 
 def implementation(module: nn.Module) -> str:
@@ -95,7 +99,8 @@ def examine(model: Any) -> ModelInfo:
             "use the model without kvkeep"
         )
     attention = _attention_modules(model, evicting)
-    return ModelInfo(_decoder(model), attention, layers, evicting, _heads(model, text))
+    head = model.get_output_embeddings()
+    return ModelInfo(_decoder(model), attention, layers, evicting, _heads(model, text), head, text)
 
 
 def _heads(model: PreTrainedModel, text: Any) -> int:

@@ -26,8 +26,9 @@ _waiting = threading.local()
 _lock = threading.RLock()  # a finalizer may close a tap while this thread opens another
 hf: Any = transformers
 
-#: Takes an attention module, its queries [B, H_q, q, D] after RoPE, and what it multiplies scores with (None: unknown).
-Listener = Callable[[nn.Module, Tensor, float | None], None]
+#: Takes an attention module, its queries [B, H_q, q, D] after RoPE, the keys [B, H, S, D] they see, the mask, and what
+#: it multiplies scores with (None: unknown).
+Listener = Callable[[nn.Module, Tensor, Tensor, Tensor | None, float | None], None]
 
 
 def listen(to: Listener | None) -> Listener | None:
@@ -107,11 +108,19 @@ def tap_name(original: str) -> str:
 
 
 def _tapping(original: str) -> Callable[..., Any]:
-    def attend(module: nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def attend(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         listener = listen(None)  # from here on the configuration names the original, which may look
         if listener is not None:
-            listener(module, query, kwargs.get("scaling"))
-        return _function(original, module)(module, query, *args, **kwargs)
+            listener(module, query, key, attention_mask, kwargs.get("scaling"))
+        return _function(original, module)(module, query, key, value, attention_mask, *args, **kwargs)
 
     return attend
 

@@ -22,16 +22,20 @@ def find_rotary(info: ModelInfo) -> Rotary:
     """Frequencies and scaling of the evicting layers.
 
     Raises:
-        Unsupported: the model has no rotary positions, changes them with the length, or pairs components in another way.
+        Unsupported: the model has no rotary positions, changes them with the length, or pairs components otherwise.
     """
     module: Any = getattr(info.decoder, "rotary_emb", None)
     name = type(info.decoder).__name__
     if module is None:
-        raise Unsupported(f"{name} has no rotary positions that kvkeep can find: use a policy that does not ask for them")
+        raise Unsupported(
+            f"{name} has no rotary positions that kvkeep can find: use a policy that does not ask for them"
+        )
     full = hasattr(module, "full_attention_inv_freq")  # one set of frequencies for each kind of layer
     kind = module.rope_type["full_attention"] if full else getattr(module, "rope_type", "default")
     if kind in _CHANGING:
-        raise Unsupported(f"{name} has {kind} rotary positions, which change with the length of the text: not supported")
+        raise Unsupported(
+            f"{name} has {kind} rotary positions, which change with the length of the text: not supported"
+        )
     inv_freq = module.full_attention_inv_freq if full else module.inv_freq
     scaling = module.full_attention_attention_scaling if full else module.attention_scaling
     found = Rotary(inv_freq.detach().to("cpu", torch.float64), float(scaling))
@@ -71,7 +75,9 @@ def fingerprint(info: ModelInfo) -> str:
         for name, weight in sorted(info.attention[number].named_parameters()):
             if any(name.startswith(part) for part in ("k_proj", "qkv_proj", "query_key_value", "c_attn")):
                 digest.update(name.encode())
-                digest.update(weight.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes())
+                digest.update(
+                    weight.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes()
+                )
     return digest.hexdigest()
 
 

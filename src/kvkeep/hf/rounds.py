@@ -9,37 +9,46 @@ import torch
 from torch import Tensor
 
 from ..layout import Round, Row
-from ..plan import Moves, plan
+from ..plan import Moves
 from ..policies import Policy
-from ..positions import PositionStore, first_slots, flat_slots, move_entries, windows
+from ..positions import PositionStore
 from ..settings import Settings
-from ..signals import KEYS, QUERIES, RoundView
+from ..signals import OF_LAYERS
 from .layer import EvictingLayer
+from .looks import Looks
 from .masks import Masks
 from .model import ModelInfo
-from .queries import QueryRing
+from .moves import move_layers
 from .replay import Logged, replay
+from .split import split_round
 from .steps import bound
 from .streams import Streams
 from .views import LayerViews
+from .watch import Watch
 
 _AHEAD = 8  # rounds planned at once, at most
 _AHEAD_BYTES = 2 << 20  # of their draws
 _Events = tuple[tuple[int, ...], tuple[Round, ...]]  # rows and what happens to them
 
 
-class Rounds:
+class Rounds(Looks):
     """Runs rounds on the storage of all evicting layers.
+
+    Where the policy gives layers budgets of their own, each layer of a row has events of its own; planner and position
+    store then take every (row, layer) for a row of one layer.
 
     Args:
         policy: the method.
         settings: seed, protection and whether positions are tracked.
         info: layers and heads of the model.
         layers: the evicting layers.
+        watch: collects what the policy asks to see.
     """
 
-    def __init__(self, policy: Policy, settings: Settings, info: ModelInfo, layers: list[EvictingLayer]) -> None:
-        self.policy, self.settings, self.info, self.layers = policy, settings, info, layers
+    def __init__(
+        self, policy: Policy, settings: Settings, info: ModelInfo, layers: list[EvictingLayer], watch: Watch
+    ) -> None:
+        self.policy, self.settings, self.info, self.layers, self.watch = policy, settings, info, layers, watch
         self.device = torch.device("cpu")
         self.masks = Masks(len(layers), info.heads, settings.protection.pins, policy.slots_per_unit)
         self.begin_request()
@@ -49,20 +58,23 @@ class Rounds:
         self.masks.restore()
         self.moved = False
         self.store: PositionStore | None = None
-        self.queries: QueryRing | None = None
         self._log: list[list[Logged]] = []
         self._ahead: dict[_Events, Moves] = {}
+        self.watch.begin(0)
 
     def begin(self, rows: int, device: torch.device) -> None:
         """Make ready for a batch of ``rows`` rows."""
         self.device = device
         self._log = [[] for _ in range(rows)]
         self.masks.check_rows(rows)
-        if self._tracks:
-            self.store = PositionStore(rows, *self.shape, 1, device)
-        budget = self.settings.make_budget()
-        if QUERIES in self.policy.signals and budget is not None:
-            self.queries = QueryRing(self.policy.query_window(budget))
+        self.store = self._new_store(rows) if self._tracks else None
+        self.watch.begin(rows)
+
+    def _new_store(self, rows: int) -> PositionStore:
+        layers, heads = self.shape
+        if self.policy.splits:
+            return PositionStore(rows * layers, 1, heads, 1, self.device)
+        return PositionStore(rows, layers, heads, 1, self.device)
 
     @property
     def _tracks(self) -> bool:
@@ -74,14 +86,15 @@ class Rounds:
     def shape(self) -> tuple[int, int]:
         """Layers and heads of the position store: 1 where kept sets are shared."""
         scope = "head" if self.masks.per_head else self.policy.scope
-        return 1 if scope == "model" else len(self.layers), self.info.heads if scope == "head" else 1
+        one_layer, one_head = scope in ("model", "head-of-all-layers"), scope in ("model", "layer")
+        return 1 if one_layer else len(self.layers), 1 if one_head else self.info.heads
 
     @property
     def state_nbytes(self) -> int:
-        """Bytes of what the policy needs to remember: moves planned ahead, queries."""
+        """Bytes of what the policy needs to remember: moves planned ahead, signals."""
         plans = [t.untyped_storage() for m in self._ahead.values() for t in (m.src, m.dst)]
-        ring = 0 if self.queries is None else self.queries.nbytes
-        return ring + sum({s.data_ptr(): s.nbytes() for s in plans}.values())  # plans of several rounds share memory
+        shared = {s.data_ptr(): s.nbytes() for s in plans}  # plans of several rounds share memory
+        return self.watch.nbytes + sum(shared.values())
 
     @property
     def positions_nbytes(self) -> int:
@@ -92,28 +105,34 @@ class Rounds:
         """See :meth:`EvictCache.override`."""
         if any(self._log):
             raise ValueError("override() comes before the first round: call reset() first")
+        if self.policy.splits and (keep is not None or forget is not None):
+            raise ValueError(f"policy {self.policy.name!r} gives layers their own budgets, which masks may not fit")
         self.masks.set(keep, forget)
         self._ahead = {}
         if self._log and self._tracks:
-            self.store = PositionStore(len(self._log), *self.shape, 1, self.device)
+            self.store = self._new_store(len(self._log))
 
     def select(self, order: Sequence[int]) -> None:
         """Keep these rows, in this order."""
         self._log = [list(self._log[i]) for i in order]
         self._ahead = {}
         if self.store is not None:
-            with torch.inference_mode(False):
-                self.store.data = self.store.data[list(order)].contiguous()
-            self.store.filled = [self.store.filled[i] for i in order]
+            self.store.select(self.stored(order))
         self.masks.select(order)
-        if self.queries is not None:
-            self.queries.select(order)
+        self.watch.select(order)
+
+    def stored(self, which: Sequence[int]) -> list[int]:
+        """Rows of the position store that these batch rows have."""
+        if not self.policy.splits:
+            return list(which)
+        layers = len(self.layers)
+        return [i * layers + j for i in which for j in range(layers)]
 
     # ---- a round --------------------------------------------------------------------------------
 
     def run(
         self, events: dict[int, Round], rows: Sequence[Row], streams: Streams, spare: int, columns: int = 0
-    ) -> None:
+    ) -> dict[int, tuple[int, ...]]:
         """Carry out what happens to each row (row number -> event) in every evicting layer.
 
         Args:
@@ -122,37 +141,66 @@ class Rounds:
             streams: their streams.
             spare: slots a new turn needs beyond those in use.
             columns: seen so far.
+
+        Returns:
+            What each layer holds afterwards, for rows whose layers differ.
         """
+        self.watch.settle()
         which, what = list(events), list(events.values())
-        most = max(row.cached for row in rows) + spare
-        if spare:
-            for layer in self.layers:
-                if layer.capacity < most:
-                    layer.resize(most)
-        if self.store is not None:
-            self.store.resize(max(most, self.layers[0].capacity))
-            for i in which:
-                self.store.fill(i, rows[i].cached, rows[i].seen)
-        if (tuple(which), tuple(what)) not in self._ahead:
-            layers = None
-            if self.store is not None and {KEYS, QUERIES} & self.policy.signals:
+        self._make_room(which, rows, spare)
+        if self.policy.splits:
+            held = split_round(self, which, what, [rows[i] for i in which], streams.get(len(rows))[which], columns)
+        else:
+            held = {}
+            if (tuple(which), tuple(what)) not in self._ahead:
                 concerned = [rows[i] for i in which]
-                layers = LayerViews(which, what, concerned, self.layers, self.store, self.queries, columns)
-            self._ahead = self._plan_ahead(which, what, streams.get(len(rows))[which], layers)
-        self.move(which, what, self._ahead[(tuple(which), tuple(what))])
+                layers = self.views(which, [[e] for e in what], concerned, columns)
+                seen = [row.seen for row in concerned]
+                self._ahead = self._plan_ahead(which, what, streams.get(len(rows))[which], layers, seen)
+            self.move(which, what, self._ahead[(tuple(which), tuple(what))])
         for i, event in events.items():
             self._log[i].append(Logged(event, rows[i].seen))
         self.moved = True
+        return held
+
+    def _make_room(self, which: Sequence[int], rows: Sequence[Row], spare: int) -> None:
+        layers = len(self.layers)
+        most = [max(row.by_layer(layers)[i] for row in rows) + spare for i in range(layers)]
+        if spare:
+            for layer, slots in zip(self.layers, most, strict=True):
+                if layer.capacity < slots:
+                    layer.resize(slots)
+        if self.store is not None:
+            self.store.resize(max(*most, *(layer.capacity for layer in self.layers)))
+            self._fill(self.store, which, rows)
+
+    def _fill(self, store: PositionStore, which: Sequence[int], rows: Sequence[Row]) -> None:
+        """Note the positions of the rows' newest tokens."""
+        for i in which:
+            held = rows[i].by_layer(len(self.layers)) if self.policy.splits else (rows[i].cached,)
+            for j, cached in zip(self.stored([i]), held, strict=True):
+                store.fill(j, cached, rows[i].seen)
+
+    def views(
+        self, which: Sequence[int], events: Sequence[Sequence[Round]], rows: Sequence[Row], columns: int
+    ) -> LayerViews | None:
+        """What the evicting layers hold, if the policy asks for it; ``rows`` are those that ``events`` concern."""
+        if self.store is None or not OF_LAYERS & self.policy.signals:
+            return None
+        positions = self.store.data[self.stored(which)]
+        if self.policy.splits:
+            positions = positions.view(len(which), len(self.layers), *positions.shape[2:])
+        return LayerViews(which, events, rows, self.layers, positions, self.watch, columns)
 
     def shrink(self, rows: Sequence[Row]) -> None:
         """Give back what prompts longer than K + r took, once they have been cut down."""
         limit = bound(rows)
-        if limit is None:
-            return
-        slots = max(limit, max(row.cached for row in rows))
-        for layer in self.layers:
+        for i, layer in enumerate(self.layers):
+            held = max(row.by_layer(len(self.layers))[i] for row in rows)
+            slots = held if limit is None or self.policy.splits else max(limit, held)
             if layer.capacity > slots:
                 layer.resize(slots)
+        slots = max(layer.capacity for layer in self.layers)
         if self.store is not None and self.store.data.shape[-1] > slots:
             self.store.resize(slots)
 
@@ -160,7 +208,8 @@ class Rounds:
         """A new turn of ``n`` tokens is about to be written to row ``i``."""
         if row.turn_slot != row.cached:  # else it is like any other newest tokens
             if self.store is not None:
-                self.store.turn(i, row.turn_slot, n, row.seen)
+                for j in self.stored([i]):
+                    self.store.turn(j, row.turn_slot, n, row.seen)
             self._log[i].append(Logged(None, row.seen, row.turn_slot, n))
 
     def ahead(self, events: list[Round]) -> int:
@@ -169,122 +218,38 @@ class Rounds:
         Draws are known long before they are needed, and a round of one request is so little work
         that most of its time goes into starting operations.
         """
-        alike = self.settings.growth is None and all(not e.turn and e.victims == self.settings.buffer for e in events)
+        alike = self.settings.growth is None and all(
+            not e.turn and not e.prefill and e.victims == self.settings.buffer for e in events
+        )
         if self.policy.signals or self.masks or not alike:
             return 1
         draws = 4 * len(events) * len(self.layers) * self.info.heads * max(e.candidates for e in events)
         return max(1, min(_AHEAD, _AHEAD_BYTES // max(1, draws)))
 
     def _plan_ahead(
-        self, which: list[int], events: list[Round], streams: Tensor, layers: LayerViews | None
+        self, which: list[int], events: list[Round], streams: Tensor, layers: LayerViews | None, seen: list[int]
     ) -> dict[_Events, Moves]:
         """Moves of this round and, as :meth:`ahead` says, of the same rows' next rounds."""
         count = self.ahead(events)
         coming = [[replace(e, number=e.number + i) for e in events] for i in range(count)]
         every = [e for events in coming for e in events]
-        view, order = self.look(which * count, every, streams.repeat(count), self.store, layers)
+        view, order = self.look(which * count, every, streams.repeat(count), self.store, layers, seen * count)
         moves = self.plan(which * count, every, view, order, self.policy.keys(view), self.store)
         parts = zip(moves.src.split(len(which)), moves.dst.split(len(which)), strict=True)
         return {
             (tuple(which), tuple(e)): Moves(src, dst, moves.run) for e, (src, dst) in zip(coming, parts, strict=True)
         }
 
-    def look(
-        self,
-        which: list[int],
-        events: list[Round],
-        streams: Tensor,
-        store: PositionStore | None,
-        layers: LayerViews | None = None,
-    ) -> tuple[RoundView, Tensor | None]:
-        """What the policy sees of a round.
-
-        Args:
-            which: rows.
-            events: what happens to each of them.
-            streams: int64 [R], their streams.
-            store: positions of all rows, if they are tracked.
-            layers: what the evicting layers hold, for policies that look at it.
-
-        Returns:
-            The view, and the rank of each of its candidates where these come by position.
-        """
-        device = self.device if store is None else store.data.device
-        positions = order = None
-        if store is not None and self.policy.signals:  # all signals tell candidates apart by position
-            positions, order = store.candidates(which, events).sort(dim=-1, stable=True)
-        view = RoundView(
-            seed=self.settings.seed,
-            streams=streams.to(device),
-            rounds=torch.tensor([e.number for e in events], device=device),
-            layers=torch.tensor(self.info.evicting, device=device),
-            heads=torch.arange(self.info.heads, device=device),
-            model_heads=self.info.heads,
-            candidates=max(e.candidates for e in events),
-            positions=positions,
-            layer=layers,
-        )
-        return view, order
-
-    def plan(
-        self,
-        which: list[int],
-        events: list[Round],
-        view: RoundView,
-        order: Tensor | None,
-        keys: Tensor,
-        store: PositionStore | None,
-    ) -> Moves:
-        """Moves of a round, from the policy's ``keys`` for what :meth:`look` showed it."""
-        self._check(keys, view)
-        positions = view.positions
-        if positions is None and store is not None and self.masks:
-            positions = store.candidates(which, events)
-        overrides = self.masks.at(which, positions) if positions is not None and self.masks else None
-        if overrides is not None:
-            shapes = [keys.shape[:3]] + [m.shape[:3] for m in (overrides.keep, overrides.forget) if m is not None]
-            keys = keys.expand(*torch.broadcast_shapes(*shapes), keys.shape[-1])
-            order = None if order is None else order.expand(*keys.shape)
-        return plan(keys, events, self.policy.slots_per_unit, overrides, order)
-
-    def _check(self, keys: Tensor, view: RoundView) -> None:
-        wanted = (len(view.streams), len(self.layers), self.info.heads, view.candidates // self.policy.slots_per_unit)
-        fits = keys.dim() == 4 and keys.shape[0] == wanted[0] and keys.shape[3] == wanted[3]
-        if not fits or keys.shape[1] not in (1, wanted[1]) or keys.shape[2] not in (1, wanted[2]):
-            raise ValueError(
-                f"policy {self.policy.name!r} returned keys of shape {list(keys.shape)}, expected {list(wanted)} "
-                "(layers and heads may be 1)"
-            )
-        # On a GPU the check would wait for the device at every round.
-        if keys.device.type == "cpu" and keys.is_floating_point() and bool(keys.isnan().any()):
-            raise ValueError(f"policy {self.policy.name!r} returned NaN scores")
-
     def move(self, which: list[int], events: list[Round], moves: Moves) -> None:
         """Carry out a plan in every layer: moves, and the window before a turn or after a round."""
-        assert self.layers[0].k is not None
-        batch, heads, capacity, _ = self.layers[0].k.shape
-        before, after = windows(which, events, batch, turns=True), windows(which, events, batch, turns=False)
-        first = first_slots(which, heads, capacity, moves.src.device)
-        # One index a layer, or a single one for all.
-        targets = flat_slots(moves.dst, first).unbind()
-        sources: Sequence[Tensor | slice] = [slice(moves.run, (moves.run or 0) + moves.dst.shape[-1])]
-        if moves.run is None or len(which) < batch:
-            sources = flat_slots(moves.src, first).unbind()
-        for i, layer in enumerate(self.layers):
-            source, target = sources[i % len(sources)], targets[i % len(targets)]
-            for tensor in (layer.k, layer.v):
-                assert tensor is not None
-                if target.device != tensor.device:  # layers spread over several devices
-                    source = source if isinstance(source, slice) else source.to(tensor.device)
-                    target = target.to(tensor.device)
-                move_entries(tensor, source, target, before, after)
+        move_layers(self.layers, which, events, moves)
         if self.store is not None:
             self.store.apply(which, events, moves)
 
     # ---- kept positions -------------------------------------------------------------------------
 
     def kept_positions(self, row: int, rows: Sequence[Row], streams: Streams) -> Tensor:
-        """Ascending positions of one row's entries, int32 [L, H, n] on the CPU."""
+        """Ascending positions of one row's entries, int32 [L, H, n] on the CPU; -1 fills up layers that hold fewer."""
         if not 0 <= row < len(rows):
             raise ValueError(f"there is no row {row}: the cache holds {len(rows)} rows")
         state = rows[row]
@@ -292,7 +257,18 @@ class Rounds:
         if store is None:
             stream = streams.get(row + 1)[row : row + 1] if self._log[row] else None
             store, at = replay(self, self._log[row], stream), 0
-        store.resize(max(store.data.shape[-1], state.cached))
+        layers = len(self.layers)
+        store.resize(max(store.data.shape[-1], *state.by_layer(layers)))
+        if self.policy.splits:
+            return self._kept_by_layer(store, row, state)
         store.fill(at, state.cached, state.seen)
         kept = store.data[at, :, :, : state.cached].to("cpu")
-        return kept.sort(dim=-1).values.expand(len(self.layers), self.info.heads, -1)
+        return kept.sort(dim=-1).values.expand(layers, self.info.heads, -1)
+
+    def _kept_by_layer(self, store: PositionStore, row: int, state: Row) -> Tensor:
+        held = state.by_layer(len(self.layers))
+        kept = torch.full((len(held), self.info.heads, max(held)), -1, dtype=torch.int32)
+        for i, (j, cached) in enumerate(zip(self.stored([row]), held, strict=True)):
+            store.fill(j, cached, state.seen)
+            kept[i, :, :cached] = store.data[j, 0, :, :cached].sort(dim=-1).values.to("cpu")
+        return kept

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -68,6 +69,7 @@ class Step:
             a copy; False if it gets the slots as they lie.
         mask: what replaces the model's own mask; None keeps the model's.
         unmasked: True if the model's mask must be dropped, since every entry is visible.
+        parts: one step for each evicting layer, where these hold different numbers of entries.
     """
 
     columns: int
@@ -79,6 +81,7 @@ class Step:
     appended: bool = False
     mask: RowMask | None = None
     unmasked: bool = False
+    parts: Sequence[Step] = ()
     _places: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def places(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -87,6 +90,17 @@ class Step:
             starts = torch.tensor(self.starts, device=device)
             self._places[device] = (torch.arange(len(self.starts), device=device), starts)
         return self._places[device]
+
+    def part(self, index: int) -> Step:
+        """The step of one evicting layer."""
+        return self.parts[index] if self.parts else self
+
+    def written(self) -> list[tuple[int | slice, slice, slice]]:
+        """Row (or all), heads and slots that the forward fills, as indices into ``[B, H, S, ...]``."""
+        if self.uniform:
+            return [(slice(None), slice(None), slice(self.starts[0], self.starts[0] + self.columns))]
+        pairs = enumerate(zip(self.starts, self.pads, strict=True))
+        return [(i, slice(None), slice(start, start + self.columns - pad)) for i, (start, pad) in pairs]
 
     @property
     def width(self) -> int:

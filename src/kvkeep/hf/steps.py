@@ -6,7 +6,8 @@ mask is right, since the newest entries lie last. All others get a :class:`RowMa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -27,6 +28,21 @@ def _widest(rows: Sequence[Row]) -> int:
 
 def _column(values: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor(values, device=device).unsqueeze(1)
+
+
+def by_layer(layers: int, rows: Sequence[Row], make: Callable[[Callable[[Row], Row]], Step]) -> Step:
+    """A step that is made once, or once for each layer where they hold different numbers of entries.
+
+    Args:
+        layers: evicting layers.
+        rows: after the forward.
+        make: makes a step, given what turns a row into the row that its layer sees.
+    """
+    if not any(row.held for row in rows):
+        return make(lambda row: row)
+    parts = [make(lambda row, i=i: row.at_layer(i)) for i in range(layers)]  # type: ignore[misc]
+    widest = max(parts, key=lambda part: part.needed)
+    return replace(widest, parts=parts)
 
 
 def prompt_step(

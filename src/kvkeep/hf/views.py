@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from ..layout import Round, Row
-from ..positions import PositionStore
-from ..signals import LayerView
+from ..signals import ATTENTION, ENTROPY, EVOLUTION, VALUES, LayerView
 from .layer import EvictingLayer
-from .queries import QueryRing
+from .watch import Watch
 
 
 class LayerViews:
@@ -19,59 +19,92 @@ class LayerViews:
 
     Args:
         which: batch rows that the round concerns.
-        events: what happens to each.
+        events: what happens to each: one event of all layers, or one of each.
         rows: their states, before the round.
         layers: the evicting layers.
-        store: positions of all rows' slots.
-        ring: the newest queries, if they are kept.
+        positions: int32 [R, L, H, S] of these rows' slots (axes that kept sets share are 1).
+        watch: what was collected.
         columns: columns seen so far.
     """
 
     def __init__(
         self,
         which: Sequence[int],
-        events: Sequence[Round],
+        events: Sequence[Sequence[Round]],
         rows: Sequence[Row],
         layers: Sequence[EvictingLayer],
-        store: PositionStore,
-        ring: QueryRing | None,
+        positions: Tensor,
+        watch: Watch,
         columns: int,
     ) -> None:
-        self.which, self.layers, self.ring, self.columns = list(which), layers, ring, columns
-        device = store.data.device
-        self.slots = max(row.cached for row in rows)
-        self.count = max(e.candidates for e in events)
-        at = torch.arange(self.slots, device=device)
-        cached = torch.tensor([row.cached for row in rows], device=device)[:, None, None]
-        first = torch.tensor([e.start for e in events], device=device)[:, None, None]
-        last = first + torch.tensor([e.candidates for e in events], device=device)[:, None, None]
-        self.filled = at < cached  # [R, 1, N]
-        self.window = self.filled & (at >= last)  # [R, 1, N]
-        self.eligible = (at >= first) & (at < last)  # [R, 1, N]
-        self.positions = store.data[self.which, :, :, : self.slots]  # [R, L, H, N]
-        self.seen = torch.tensor([row.seen for row in rows], device=device)[:, None]
+        self.which, self.events, self.rows, self.layers = list(which), events, rows, layers
+        self.positions, self.watch, self.columns = positions, watch, columns
+        self.count = max(e.candidates for of_layers in events for e in of_layers)
+        self.seen = torch.tensor([row.seen for row in rows])[:, None]
 
     def __call__(self, i: int) -> LayerView:
         """The i-th evicting layer."""
         layer = self.layers[i]
         assert layer.k is not None
-        positions = self.positions[:, i if self.positions.shape[1] > 1 else 0].to(layer.k.device)
+        assert layer.v is not None
+        device = layer.k.device
+        events = [of_layers[i if len(of_layers) > 1 else 0] for of_layers in self.events]
+        slots = max(row.at_layer(i).cached for row in self.rows)
+        cached, first, candidates = (
+            torch.tensor(numbers, device=device)[:, None, None]
+            for numbers in (
+                [row.at_layer(i).cached for row in self.rows],
+                [e.start for e in events],
+                [e.candidates for e in events],
+            )
+        )
+        at = torch.arange(slots, device=device)
+        filled = at < cached  # [R, 1, N]
+        eligible = (at >= first) & (at < first + candidates)
+        positions = self.positions[:, i if self.positions.shape[1] > 1 else 0, :, :slots].to(device)
         positions = positions.expand(-1, layer.heads, -1)
-        filled, window, eligible = (mask.to(layer.k.device) for mask in (self.filled, self.window, self.eligible))
         order = positions.masked_fill(~filled, torch.iinfo(torch.int32).max).argsort(dim=-1, stable=True)
         chosen = eligible.expand_as(positions).gather(-1, order)
         # Candidates first, in order of position: a stable sort of a flag.
         places = (~chosen).to(torch.uint8).argsort(dim=-1, stable=True)[..., : self.count]
+        if places.shape[-1] < self.count:  # another layer has more candidates
+            places = torch.nn.functional.pad(places, (0, self.count - places.shape[-1]))
         whole = self.which == list(range(layer.k.shape[0]))
-        keys = (layer.k if whole else layer.k[self.which])[:, :, : self.slots]
-        view = LayerView(keys, positions, filled, window, order, places)
-        if self.ring is None:
+
+        def of_rows(tensor: Tensor) -> Tensor:
+            return (tensor if whole else tensor[self.which])[:, :, :slots]
+
+        policy, beside = self.watch.policy, {}
+        for name, field in ((ATTENTION, "received"), (ENTROPY, "entropy"), (EVOLUTION, "evolution")):
+            if name in policy.signals:
+                assert layer.beside is not None
+                beside[field] = of_rows(layer.beside)[..., self.watch.columns[name]]
+        view = LayerView(
+            keys=of_rows(layer.k),
+            positions=positions,
+            filled=filled,
+            window=filled & (at >= first + candidates),
+            order=order,
+            places=places,
+            index=i,
+            values=of_rows(layer.v) if VALUES in policy.signals else None,
+            eligible=eligible,
+            rotary=self.watch.rotary,
+            **beside,  # type: ignore[arg-type]
+        )
+        return self._with_queries(view, layer.number)
+
+    def _with_queries(self, view: LayerView, number: int) -> LayerView:
+        ring, digests = self.watch.ring, self.watch.digests
+        if digests is not None:
+            view = replace(view, digest=digests.get(number, self.which), pending=digests.pending(number))
+        if ring is None:
             return view
-        queries = self.ring.get(layer.number, self.which, self.columns)
-        newest = torch.arange(-self.ring.window, 0, device=queries.device)
+        queries = ring.get(number, self.which, self.columns)
+        newest = torch.arange(-ring.window, 0, device=queries.device)
         return replace(
             view,
             queries=queries,
             query_positions=self.seen.to(queries.device) + newest,
-            scaling=self.ring.scaling[layer.number],
+            scaling=ring.scaling[number],
         )

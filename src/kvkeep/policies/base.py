@@ -104,6 +104,11 @@ class Policy:
         """0: an entry's entropy is of the prediction made at its token; 1: of the prediction of its token."""
         return 0
 
+    @property
+    def final_norm(self) -> bool:
+        """Whether ``evolution`` compares with the last layer's hidden states after the model's final norm."""
+        return False
+
     def entropy(self, logits: Tensor) -> Tensor:
         """float32 [..., V] next-token logits -> [...] nats, for policies that name the signal ``entropy``."""
         raise NotImplementedError(f"{type(self).__name__} names the signal 'entropy' but has no entropy()")

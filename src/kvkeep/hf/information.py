@@ -1,0 +1,126 @@
+"""Entropy of predictions and change of hidden states: what can be known of a token only after the whole forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..policies import Policy
+from .model import ModelInfo, Unsupported
+from .step import Step
+
+_POSITIONS = 256  # whose logits exist at once
+_SCALED = ("logits_scaling", "logit_scale")  # of models whose head is followed by something kvkeep does not know
+
+
+def blocks(info: ModelInfo) -> dict[int, nn.Module]:
+    """The decoder's blocks by layer number: the evicting ones, and the last.
+
+    Raises:
+        Unsupported: the decoder has no list of blocks.
+    """
+    layers: Any = getattr(info.decoder, "layers", None)
+    if layers is None or len(layers) != len(info.layers):
+        raise Unsupported(f"{type(info.decoder).__name__} has no list of layers that kvkeep can find for hidden states")
+    return {number: layers[number] for number in sorted({*info.evicting, len(layers) - 1})}
+
+
+def changed(early: Tensor, late: Tensor) -> Tensor:
+    """1 - cosine of hidden states [B, q, E], float32 [B, q]."""
+    return 1.0 - torch.cosine_similarity(early.float(), late.float(), dim=-1)
+
+
+@dataclass
+class _Waiting:
+    """A forward whose predictions are not known yet."""
+
+    hidden: Tensor  # [B, q, E], after the final norm
+    step: Step
+    thread: int
+
+
+class Predictions:
+    """Entropy of the prediction made at each token of each forward.
+
+    The output layer is not run a second time where its own forward has all that is wanted; for a prompt it usually
+    predicts after the last token only, so the others' logits are made here, a few positions at a time.
+
+    Args:
+        policy: has the entropy.
+        head: the model's output layer, which turns hidden states into logits.
+        config: of the model, for what follows the output layer.
+        note: called with a forward and its entropies, float32 [B, q].
+    """
+
+    def __init__(self, policy: Policy, head: nn.Module, config: Any, note: Callable[[Step, Tensor], None]) -> None:
+        if any(getattr(config, name, None) not in (None, 1, 1.0) for name in _SCALED):
+            raise Unsupported(
+                f"{config.model_type} scales its logits in a way kvkeep does not know: entropy is not known"
+            )
+        self.policy, self.head, self.note = policy, head, note
+        self.cap: float | None = getattr(config, "final_logit_softcapping", None)
+        self.waiting: _Waiting | None = None
+        self.before: Tensor | None = None  # [B], of the newest token before the forward
+        self.started: Tensor | None = None  # bool [B, 1], rows that have had a token that is not padding
+        self._busy = False
+
+    def wait(self, hidden: Tensor, step: Step) -> None:
+        """A forward's hidden states are known."""
+        self.waiting = _Waiting(hidden.detach(), step, get_ident())
+
+    def predicted(self, logits: Tensor) -> None:
+        """The output layer ran: these may be the logits of the forward that waits."""
+        if self.waiting is None or self._busy or self.waiting.thread != get_ident():
+            return
+        whole = logits.shape[:2] == self.waiting.hidden.shape[:2]
+        self._settle(self._entropy(logits) if whole else None)
+
+    def settle(self) -> None:
+        """Before entries move or rows change: what this thread's last forward still waits for is computed now."""
+        if self.waiting is not None and self.waiting.thread == get_ident():
+            self._settle(None)
+
+    @torch.no_grad()
+    def _settle(self, found: Tensor | None) -> None:
+        assert self.waiting is not None
+        hidden, step = self.waiting.hidden, self.waiting.step
+        self.waiting = None
+        if found is None:
+            self._busy = True
+            try:
+                found = torch.cat([self._entropy(self.head(part)) for part in hidden.split(_POSITIONS, dim=1)], dim=1)
+            finally:
+                self._busy = False
+        newest = found[:, -1].clone()
+        if self.policy.entropy_shift:
+            found = self._of_predicted(found, torch.tensor(step.pads, device=found.device)[:, None])
+        self.before = newest
+        self.note(step, found)
+
+    def _of_predicted(self, found: Tensor, pads: Tensor) -> Tensor:
+        """Entropy of the prediction *of* each token; 0 for a row's first, which nothing predicts."""
+        columns = torch.arange(found.shape[1], device=found.device)
+        started = torch.zeros_like(pads, dtype=torch.bool) if self.started is None else self.started
+        before = torch.zeros_like(found[:, 0]) if self.before is None else self.before
+        moved = torch.cat([before[:, None], found[:, :-1]], dim=1)
+        self.started = started | (pads < found.shape[1])
+        return moved.masked_fill(~started & (columns <= pads), 0.0)
+
+    def _entropy(self, logits: Tensor) -> Tensor:
+        logits = logits.detach().float()
+        if self.cap is not None:
+            logits = (logits / self.cap).tanh() * self.cap
+        return self.policy.entropy(logits)
+
+    def select(self, order: Sequence[int]) -> None:
+        """Keep these rows, in this order."""
+        self.settle()
+        if self.before is not None:
+            self.before = self.before[list(order)]
+        if self.started is not None:
+            self.started = self.started[list(order)]
