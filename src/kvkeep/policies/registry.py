@@ -10,14 +10,48 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from .base import Policy
+from .beaconkv import BeaconKV
+from .expected import ExpectedAttention
 from .full import Full
+from .h2o import H2O
+from .infokv import InfoKV
 from .keys import KeyDiff, Knorm
+from .lagkv import LagKV
+from .mix import Mix
+from .pyramidkv import PyramidKV
 from .random import RandomAttention
 from .recency import Recency, StreamingLLM
+from .rkv import RKV
+from .rpc import RPC
 from .snapkv import SnapKV
+from .tova import TOVA
+from .triattention import TriAttention
+from .vase import VaSE
+from .vase_dkv import VaSEDKV
 
 GROUP = "kvkeep.policies"
-_BUILT_IN: tuple[type[Policy], ...] = (Full, RandomAttention, StreamingLLM, Recency, SnapKV, KeyDiff, Knorm)
+_BUILT_IN: tuple[type[Policy], ...] = (
+    Full,
+    RandomAttention,
+    StreamingLLM,
+    Recency,
+    SnapKV,
+    KeyDiff,
+    Knorm,
+    InfoKV,
+    H2O,
+    TOVA,
+    PyramidKV,
+    RPC,
+    LagKV,
+    TriAttention,
+    ExpectedAttention,
+    BeaconKV,
+    RKV,
+    VaSE,
+    VaSEDKV,
+    Mix,
+)
 
 
 _registered: dict[str, type[Policy]] = {p.name: p for p in _BUILT_IN}

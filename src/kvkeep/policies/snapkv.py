@@ -11,6 +11,7 @@ from torch import Tensor
 from ..budget import Budget
 from ..signals import KEYS, POSITIONS, QUERIES, LayerView, RoundView
 from .base import Policy
+from .options import choice, odd, whole
 
 
 @dataclass(frozen=True)
@@ -25,13 +26,16 @@ class SnapKV(Policy):
         queries: how many of the newest queries vote; 0: as many as the budget's window, at least one round's.
         kernel: positions that share their scores (odd).
         pool: ``avg`` or ``max`` (the paper's text).
-        group: how the query heads of a KV head vote together: ``mean`` or ``max``.
+        group: how the query heads of a KV head vote together: ``mean`` or ``max``. The paper's code lets each query
+            head choose by itself, which a cache with fewer KV heads cannot hold.
+        reduce: how queries vote together: ``mean``, or ``sum`` (the paper's code), which orders entries alike.
     """
 
     queries: int = 0
     kernel: int = 5
     pool: Literal["avg", "max"] = "avg"
     group: Literal["mean", "max"] = "mean"
+    reduce: Literal["mean", "sum"] = "mean"
 
     name: ClassVar[str] = "snapkv"
     rule: ClassVar[str] = "keep what the newest queries attend to"
@@ -40,14 +44,11 @@ class SnapKV(Policy):
     published_protection: ClassVar[str] = "none"
 
     def __post_init__(self) -> None:
-        for name, least in (("queries", 0), ("kernel", 1)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
-        if self.kernel % 2 == 0:
-            raise ValueError(f"kernel must be odd, got {self.kernel}")
+        whole(self, "queries", 0)
+        odd(self, "kernel")
         if self.pool not in ("avg", "max") or self.group not in ("mean", "max"):
             raise ValueError(f"pool is avg or max and group mean or max, got {self.pool!r} and {self.group!r}")
+        choice(self, "reduce", "mean", "sum")
 
     def query_window(self, budget: Budget) -> int:
         return self.queries or super().query_window(budget)
@@ -56,13 +57,16 @@ class SnapKV(Policy):
         return view.by_layer(self._layer)
 
     def _layer(self, layer: LayerView) -> Tensor:
-        votes = layer.attention().mean(dim=3)  # [R, H, G, N]
+        weights = layer.attention()
+        votes = weights.mean(dim=3) if self.reduce == "mean" else weights.sum(dim=3)  # [R, H, G, N]
         votes = layer.ascending(votes.masked_fill_(layer.window[:, :, None], 0.0))
-        half = self.kernel // 2
-        pooled = votes.flatten(0, 1)  # zeros at both ends, as in the paper's code
-        if self.pool == "max":
-            pooled = F.max_pool1d(pooled, self.kernel, stride=1, padding=half)
-        else:
-            pooled = F.avg_pool1d(pooled, self.kernel, stride=1, padding=half)
-        pooled = pooled.view_as(votes)
+        pooled = smoothed(votes, self.kernel, self.pool)
         return layer.candidates(pooled.mean(dim=2) if self.group == "mean" else pooled.amax(dim=2))
+
+
+def smoothed(votes: Tensor, kernel: int, pool: str) -> Tensor:
+    """Average or maximum of ``kernel`` neighbours along the last axis; zeros at both ends, as in the papers' codes."""
+    lines = votes.flatten(0, -2)
+    if pool == "max":
+        return F.max_pool1d(lines, kernel, stride=1, padding=kernel // 2).view_as(votes)
+    return F.avg_pool1d(lines, kernel, stride=1, padding=kernel // 2).view_as(votes)

@@ -148,6 +148,9 @@ class Made:
             seen=tuple(self.lengths),
             kept=tuple(len(row[0][0].cached) - 2 for row in self.heads_of),
             window=tuple(len(row[0][0].window) for row in self.heads_of),
+            protected=tuple(
+                len(row[0][0].cached) - len(row[0][0].candidates) - len(row[0][0].window) for row in self.heads_of
+            ),
         )
 
     def _layer(self, i: int, rng: np.random.Generator) -> LayerView:

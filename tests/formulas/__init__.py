@@ -1,0 +1,1 @@
+"""Formulas of methods in plain loops, one file a method: what their policies are compared with."""
