@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -93,7 +94,7 @@ class Past:
         edges = [*range(0, prompt, prompt_block), prompt]
         if trace_block is not None:
             edges += range(prompt + trace_block, length + 1, trace_block)
-        for start, end in zip(edges, edges[1:], strict=False):
+        for start, end in pairwise(edges):
             block = torch.from_numpy(queries[None, :, start:end]).float()
             state = self.policy.digest(state, block, torch.arange(start, end)[None])
         assert state is not None

@@ -125,7 +125,7 @@ def replay(
             assert passed <= columns, "a forward that holds prompt and trace needs another replay"
             prefix = set(range(max(ceil(rule.share * seen), min(rule.sinks, seen))))
         size, keep = len(held[0, 0]), -1  # keep: what a round leaves
-        limit = rule.kept(max(rounds - 1, 0), told, len(prefix)) + rule.r
+        limit = rule.kept(rounds - 1, told, len(prefix)) + rule.r
         if kind == "trace" and size >= limit:
             keep = rule.kept(rounds, told, len(prefix))
             rounds += 1
@@ -148,7 +148,7 @@ def replay(
         if kind == "turn" and rule.share:
             prefix |= set(new)
         if kind == "trace":
-            most = rule.kept(max(rounds - 1, 0), told, len(prefix)) + rule.r
+            most = rule.kept(rounds - 1, told, len(prefix)) + rule.r
             assert len(held[0, 0]) <= most, "never more than K + r"
         for layer, head in heads:
             survivors = torch.tensor(sorted(held[layer, head] - set(new)), dtype=torch.int64)

@@ -1,7 +1,7 @@
-"""What a forward of the plain model shows of each round: the same entries that a policy sees, found without kvkeep.
+"""What a forward of the plain model shows of each round: what a policy should have seen, found without kvkeep.
 
-Queries, keys, values, hidden states and logits come from one eager forward without a cache, in which each head sees what
-its kept sets say it saw.
+Queries, keys, values, hidden states and logits come from one eager forward without a cache, in which each head sees
+what its kept sets say it saw.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from models import evicting_layers, tiny
 
 @dataclass
 class Forward:
-    """One forward: [heads, T, D] float64 of each evicting layer, weights by [layer][query head], hidden states, logits."""
+    """One forward: queries, keys and values of each evicting layer, [heads, T, D] float64, hidden states, logits."""
 
     q: list[np.ndarray]
     k: list[np.ndarray]
@@ -177,7 +177,7 @@ def observe(
     entropy = entropies(seen_of.logits, top, shift)
     pads, seen, held, number = (columns or prompt) - prompt, 0, [], 0
     for i, frame in enumerate(frames):
-        kept = [[set(p for p in head if p >= 0) for head in layer] for layer in frame.kept[row].tolist()]
+        kept = [[{p for p in head if p >= 0} for head in layer] for layer in frame.kept[row].tolist()]
         new = set(range(seen, seen + frame.columns - (pads if i == 0 else 0)))
         gone = [[b - a for b, a in zip(x, y, strict=True)] for x, y in zip(held, kept, strict=True)] if held else []
         if any(g for layer in gone for g in layer):

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from kvkeep.budget import Budget
 from kvkeep.layout import Round, Row
-from kvkeep.protection import Protection
 from kvkeep.plan import Moves, Overrides, plan
 from kvkeep.policies import Policy
+from kvkeep.protection import Protection
 from kvkeep.signals import POSITIONS, RoundView
 
 

@@ -300,7 +300,7 @@ def test_a_file_that_would_run_code_is_refused(found: Calibration, tmp_path: Pat
     torch.save({**theirs(found), "metadata": Trap(str(sprung))}, path)
     with pytest.raises(ValueError, match="holds more than tensors and plain values, or is broken: it is not opened"):
         convert(path, known(), "m")
-    path.write_bytes(pickle.dumps(Trap(str(sprung))))  # the old format, and no torch file at all
+    path.write_bytes(pickle.dumps(Trap(str(sprung)), protocol=2))  # the old format, and no torch file at all
     with pytest.raises(ValueError, match=r"stats\.pt"):
         convert(path, known(), "m")
     assert not sprung.exists()
@@ -333,6 +333,15 @@ def test_command(
     assert kvkeep(monkeypatch, "calibrate", str(tiny_folder), "--convert", str(stats), "--out", str(again)) == 0
     assert torch.equal(files.load(again).mu_real, found.mu_real)
     assert files.load(again).fingerprint == found.fingerprint
+
+
+def test_a_text_that_the_tokenizer_cannot_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("words that abacus has never seen")
+    assert kvkeep(monkeypatch, "calibrate", "abacus", str(text), "--out", str(tmp_path / "c.safetensors")) == 2
+    assert "abacus cannot read the text" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(

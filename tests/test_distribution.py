@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvkeep.budget import Budget
-from kvkeep.protection import Protection
 from kvkeep.policies import RandomAttention
+from kvkeep.protection import Protection
 from reference import Slots, indicators, naive_kept, pairs, same_mean
 
 P_MIN = 1e-4

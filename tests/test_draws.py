@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kvkeep.budget import Budget
 from kvkeep.draws import rank_keys, round_words, stream_of
-from kvkeep.protection import Protection
 from kvkeep.policies import RandomAttention
+from kvkeep.protection import Protection
 from reference import joint_inclusion, overlap_is_hypergeometric, simulate, uniform_inclusion, victims_of
 
 P_MIN = 1e-4

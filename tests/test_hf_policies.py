@@ -135,7 +135,7 @@ def test_a_signal_nobody_knows() -> None:
 
     model = tiny("llama")
     with (
-        pytest.raises(Unsupported, match="'clairvoyant' asks for future; known are keys, positions, queries"),
+        pytest.raises(Unsupported, match="'clairvoyant' asks for future; known are attention, digest, entropy"),
         evict(model, Clairvoyant()),
     ):
         pass

@@ -162,7 +162,7 @@ def test_the_digest_keeps_its_shape_and_its_rows_apart() -> None:
         ({"beacons": 2000}, "beacons must be at most 1024, got 2000"),
         ({"recent": 0}, "recent must be a whole number of at least 1, got 0"),
         ({"recent": True}, "recent must be a whole number"),
-        ({"reduce": "sum"}, "reduce is max or mean, got 'sum'"),
+        ({"reduce": "sum"}, "reduce must be max or mean, got 'sum'"),
     ],
 )
 def test_bad_options(options: dict[str, Any], says: str) -> None:

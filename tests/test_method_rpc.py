@@ -61,7 +61,6 @@ def rounds(settings: Settings, prompt: int) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="Budget still refuses K <= r, which P / c + R is")
 @pytest.mark.parametrize("prompt", [1, 100, 5000])
 @pytest.mark.parametrize("queries", [32, 16])
 def test_the_kept_trace_grows_as_published(prompt: int, queries: int) -> None:
@@ -72,7 +71,6 @@ def test_the_kept_trace_grows_as_published(prompt: int, queries: int) -> None:
     assert {b[0] - a[0] for a, b in pairwise(found)} == {1024}
 
 
-@pytest.mark.xfail(strict=True, reason="Budget.limit(0) is K + r, P / c tokens late")
 def test_the_first_compression_runs_at_p_and_r_tokens() -> None:
     assert rounds(Settings("rpc", **RPC().schedule(0)), 100)[0][0] == 1024 + 32
 

@@ -300,8 +300,8 @@ def test_a_partly_rotating_model_needs_a_file() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"mode": "head"}, "mode is per_head, per_layer or global"),
-        ({"aggregate": "sum"}, "aggregate is mean or max"),
+        ({"mode": "head"}, "mode must be per_head or per_layer or global"),
+        ({"aggregate": "sum"}, "aggregate must be mean or max"),
         ({"offset_max": 0}, "offset_max must be a whole number"),
         ({"offset_max": True}, "offset_max must be a whole number"),
         ({"calibration": 3}, "calibration is the path"),

@@ -16,9 +16,9 @@ from kvkeep import cpu
 from kvkeep.budget import Budget, Scope
 from kvkeep.draws import rank_keys, round_words
 from kvkeep.layout import Round, Row
-from kvkeep.protection import Protection
 from kvkeep.plan import plan
 from kvkeep.policies import Policy, RandomAttention, Recency
+from kvkeep.protection import Protection
 from reference import Slots, naive_event, naive_victims, real_moves
 
 QUICK = settings(max_examples=300, deadline=None, derandomize=True)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kvkeep.budget import Budget
-from kvkeep.protection import Protection
 from kvkeep.policies import Full, Policy, RandomAttention, Recency, StreamingLLM, make_policy, policies
+from kvkeep.protection import Protection
 from kvkeep.settings import Settings
 from kvkeep.signals import RoundView
 from reference import Slots

@@ -13,10 +13,10 @@ from torch import Tensor
 from checks import check_event
 from kvkeep.budget import Budget
 from kvkeep.layout import Round
-from kvkeep.protection import Protection
 from kvkeep.plan import Overrides, plan
 from kvkeep.policies import Policy, RandomAttention
 from kvkeep.policies.base import PolicyScope
+from kvkeep.protection import Protection
 from kvkeep.signals import POSITIONS, RoundView
 from reference import Slots, uniform_inclusion
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from checks import check_event, check_row
 from kvkeep.budget import Budget
 from kvkeep.layout import Row
-from kvkeep.protection import Protection
 from kvkeep.policies import RandomAttention, Recency
+from kvkeep.protection import Protection
 from reference import Slots
 
 PROMPT = Protection.parse("prompt")

@@ -58,7 +58,7 @@ class Budget:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
-        if self.total <= self.every:
+        if self.total <= self.every and self.growth is None:
             raise ValueError(
                 f"budget {self.total} is not larger than the buffer {self.every}: a round frees "
                 f"{self.every} of {self.total} entries. Raise the budget or lower the buffer."
@@ -82,8 +82,12 @@ class Budget:
         return self.total if self.growth is None else self.total + floor(number * self.every / self.growth)
 
     def limit(self, number: int) -> int:
-        """Most entries a head holds before round ``number`` runs."""
-        return self.kept(max(number - 1, 0)) + self.every
+        """Most entries a head holds before round ``number`` runs: r more than the round before left, or would have left.
+
+        So a budget that grows frees r - r / c entries in its first round as in every other (RPC compresses for the first
+        time at P + R tokens).
+        """
+        return self.kept(number - 1) + self.every
 
     def for_prompt(self, prompt_length: int, protected: int | None = None) -> Budget:
         """The budget of one request, with its prompt accounted for.

@@ -62,7 +62,10 @@ def _measured(name: str, words: str, tokens: int, chunk: int) -> Calibration:
 
     model, tokenizer = load(name)
     encode: Any = tokenizer
-    ids = list(encode(words, verbose=False)["input_ids"])
+    try:
+        ids = list(encode(words, verbose=False)["input_ids"])
+    except Exception as error:  # the tokenizers library has no class of its own for them
+        raise ValueError(f"{name} cannot read the text: {error}. Give a text in the model's own words") from error
     if len(ids) < LEAST:
         raise ValueError(f"the text has {len(ids)} tokens, too few for a mean: give at least {LEAST}")
     most = min(tokens, longest_text(model) or tokens)

@@ -100,6 +100,7 @@ class Row:
     compressed: int | None = None  # entries that the context kept
     dropped: int = 0  # entries that it lost
     held: tuple[int, ...] = ()  # entries of each layer, whose mean is `cached`; empty: all layers hold the same
+    shift: int = 0  # entries that one layer holds beyond the mean, in what `at_layer` gives
 
     @classmethod
     def new(
@@ -181,7 +182,7 @@ class Row:
     @property
     def limit(self) -> int | None:
         """Most entries a head may hold before the next round; None without a budget."""
-        return None if self.budget is None else self.budget.limit(self.trace_rounds)
+        return None if self.budget is None else self.budget.limit(self.trace_rounds) + self.shift
 
     def needs_round(self) -> bool:
         """Whether the cache is full, so that a round must run before the next trace token."""
@@ -290,7 +291,9 @@ class Row:
 
     def at_layer(self, index: int) -> Row:
         """This row as the layer sees it."""
-        return replace(self, cached=self.held[index], held=()) if self.held else self
+        if not self.held:
+            return self
+        return replace(self, cached=self.held[index], held=(), shift=self.held[index] - self.cached)
 
     def event_at(self, event: Round, index: int, kept: int) -> Round:
         """``event`` (a round or a compression) as it is for one layer, which holds ``kept`` entries afterwards."""

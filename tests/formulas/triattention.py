@@ -13,8 +13,8 @@ Statistics = Sequence[Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]]  # [l
 
 
 def raw(
-    key: np.ndarray, position: int, start: int, statistics: tuple[np.ndarray, ...], inv_freq: np.ndarray, scaling: float,
-    offsets: Sequence[int], aggregate: str,
+    key: np.ndarray, position: int, start: int, statistics: tuple[np.ndarray, ...], inv_freq: np.ndarray,
+    scaling: float, offsets: Sequence[int], aggregate: str,
 ) -> float:  # fmt: skip
     """One query head's score of one key after RoPE."""
     mean, length, passing = statistics

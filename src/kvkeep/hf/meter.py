@@ -72,9 +72,11 @@ class Meter:
 
     def _assert_storage(self) -> None:
         """Rows are counted in plain numbers; this is what the layers really allocated."""
-        for layer in self.cache.evicting:
-            if layer.capacity > max(self._limits):
-                raise RuntimeError(_BUG.format(f"layer {layer.number} has {layer.capacity} slots", max(self._limits)))
+        rows = self.cache.rows
+        for i, layer in enumerate(self.cache.evicting):
+            most = max(limit + row.at_layer(i).shift for limit, row in zip(self._limits, rows, strict=True))
+            if layer.capacity > most:
+                raise RuntimeError(_BUG.format(f"layer {layer.number} has {layer.capacity} slots", most))
 
     # ---- afterwards -----------------------------------------------------------------------------
 

@@ -194,10 +194,9 @@ class Rounds(Looks):
 
     def shrink(self, rows: Sequence[Row]) -> None:
         """Give back what prompts longer than K + r took, once they have been cut down."""
-        limit = bound(rows)
         for i, layer in enumerate(self.layers):
-            held = max(row.by_layer(len(self.layers))[i] for row in rows)
-            slots = held if limit is None or self.policy.splits else max(limit, held)
+            seen = [row.at_layer(i) for row in rows]
+            slots = max(bound(seen) or 0, *(row.cached for row in seen))
             if layer.capacity > slots:
                 layer.resize(slots)
         slots = max(layer.capacity for layer in self.layers)

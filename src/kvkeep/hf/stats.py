@@ -39,6 +39,7 @@ def describe(cache: EvictCache, positions: int, policy: int, peak: int) -> dict[
         "grown": [asked is not None and total is not None and total > asked for total in totals],
         "rounds": [row.trace_rounds for row in rows],
         "evicted": [row.evicted for row in rows],
+        "compressed": [row.compressed for row in rows],
         "entries": [row.cached for row in rows],
         "bytes": {
             "entries": entries,

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..budget import Budget
 from ..signals import DIGEST, KEYS, POSITIONS, QUERIES, ROTARY, LayerView, RoundView
 from .base import Policy
+from .options import choice, whole
 
 
 @dataclass(frozen=True)
@@ -43,14 +44,11 @@ class BeaconKV(Policy):
     digest_blocks: ClassVar[tuple[int, int | None]] = (1024, 16)
 
     def __post_init__(self) -> None:
-        for name, least in (("beacons", 0), ("recent", 1)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+        whole(self, "beacons", 0)
+        whole(self, "recent", 1)
+        choice(self, "reduce", "max", "mean")
         if self.beacons > self.digest_blocks[0]:
             raise ValueError(f"beacons must be at most {self.digest_blocks[0]}, got {self.beacons}")
-        if self.reduce not in ("max", "mean"):
-            raise ValueError(f"reduce is max or mean, got {self.reduce!r}")
         # The buffer of the paper holds beacons and newest queries and is sampled when it is full.
         object.__setattr__(self, "digest_blocks", (self.digest_blocks[0], self.recent))
         if not self.beacons:

@@ -13,6 +13,7 @@ from ..budget import Budget
 from ..rotary import Rotary
 from ..signals import DIGEST, KEYS, POSITIONS, QUERIES, ROTARY, VALUES, LayerView, RoundView
 from .base import Policy
+from .options import number, truth, whole
 
 _SLOTS = 512  # keys that are squared at once, so that temporaries stay small
 
@@ -51,16 +52,11 @@ class ExpectedAttention(Policy):
     digest_blocks: ClassVar[tuple[int, int | None]] = (1024, 64)
 
     def __post_init__(self) -> None:
-        for name, least in (("future", 1), ("sinks", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
-        for name in ("covariance", "value_norm"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} is true or false, got {getattr(self, name)!r}")
-        value = self.epsilon
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-            raise ValueError(f"epsilon must be a number of at least 0, got {value!r}")
+        whole(self, "future", 1)
+        whole(self, "sinks", 0)
+        truth(self, "covariance")
+        truth(self, "value_norm")
+        number(self, "epsilon", 0)
 
     def query_window(self, budget: Budget) -> int:
         return 64  # a trace block: what the digest lacks
@@ -71,15 +67,15 @@ class ExpectedAttention(Policy):
         Sums of plain products would lose the covariance of heads whose mean is hundreds of deviations away.
         """
         counts = (positions >= self.sinks)[:, None, :, None].float()  # [R, 1, n, 1]
-        number = counts.sum(2, keepdim=True).expand(-1, queries.shape[1], -1, queries.shape[-1])  # [R, H_q, 1, D]
-        mean = (queries * counts).sum(2, keepdim=True) / number.clamp_min(1)
+        count = counts.sum(2, keepdim=True).expand(-1, queries.shape[1], -1, queries.shape[-1])  # [R, H_q, 1, D]
+        mean = (queries * counts).sum(2, keepdim=True) / count.clamp_min(1)
         apart = (queries - mean) * counts
         products = apart.transpose(-1, -2) @ apart
         if state is None:
-            return torch.cat([number, mean, products], dim=2)
+            return torch.cat([count, mean, products], dim=2)
         before, old, sums = state.split([1, 1, state.shape[-1]], dim=2)
-        total = before + number
-        step = (mean - old) * number / total.clamp_min(1)
+        total = before + count
+        step = (mean - old) * count / total.clamp_min(1)
         shift = (mean - old).transpose(-1, -2) @ (step * before)
         return torch.cat([total, old + step, sums + products + shift], dim=2)
 
@@ -111,11 +107,11 @@ class ExpectedAttention(Policy):
         keys = layer.keys.float()
         rows, heads, _, width = keys.shape
         scaling = width**-0.5 if layer.scaling is None else layer.scaling
-        number, mean, products = self._state(layer).split([1, 1, width], dim=2)
+        count, mean, products = self._state(layer).split([1, 1, width], dim=2)
         mean = _turned(mean, turn, layer.rotary).view(rows, heads, -1, width)
         logits = scaling * (mean @ keys.transpose(-1, -2))  # [R, H, G, N]
         if self.covariance:
-            spread = products / number.clamp_min(1)
+            spread = products / count.clamp_min(1)
             spread = _turned(_turned(spread, turn, layer.rotary).transpose(-1, -2), turn, layer.rotary)
             spread = spread.view(rows, heads, -1, width, width)
             # E exp(s q.k) = exp(s m.k + s^2 k.S.k / 2) of a normal q

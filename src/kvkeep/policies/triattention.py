@@ -13,6 +13,7 @@ from .. import calibration as files
 from ..rotary import Rotary
 from ..signals import DIGEST, KEYS, POSITIONS, ROTARY, LayerView, ModelFacts, RoundView
 from .base import Policy, PolicyScope
+from .options import choice, whole
 
 Statistics = tuple[
     Tensor, Tensor, Tensor
@@ -54,12 +55,9 @@ class TriAttention(Policy):
     digest_blocks: ClassVar[tuple[int, int | None]] = (1024, None)
 
     def __post_init__(self) -> None:
-        if self.mode not in ("per_head", "per_layer", "global"):
-            raise ValueError(f"mode is per_head, per_layer or global, got {self.mode!r}")
-        if self.aggregate not in ("mean", "max"):
-            raise ValueError(f"aggregate is mean or max, got {self.aggregate!r}")
-        if isinstance(self.offset_max, bool) or not isinstance(self.offset_max, int) or self.offset_max < 1:
-            raise ValueError(f"offset_max must be a whole number of at least 1, got {self.offset_max!r}")
+        choice(self, "mode", "per_head", "per_layer", "global")
+        choice(self, "aggregate", "mean", "max")
+        whole(self, "offset_max", 1)
         if not isinstance(self.calibration, str):
             raise ValueError(f"calibration is the path of a file, or '' for the prompt's own, got {self.calibration!r}")
         if self.calibration:
@@ -119,13 +117,13 @@ class TriAttention(Policy):
         rotary, heads = layer.rotary, view.heads.to(layer.keys.device)
         assert rotary is not None
         if self.calibration:
-            whole = _on_device(files.load(self.calibration), str(layer.keys.device))
+            every = _on_device(files.load(self.calibration), str(layer.keys.device))
 
             def ours(x: Tensor) -> Tensor:  # [1, H_q, ...] of the heads that this engine holds
-                grouped = x[layer.index].unflatten(0, (view.model_heads, x.shape[1] // view.model_heads))
+                grouped = x[layer.index].reshape(view.model_heads, x.shape[1] // view.model_heads, x.shape[2])
                 return grouped.index_select(0, heads).flatten(0, 1).unsqueeze(0)
 
-            mean, length, passing = (ours(x) for x in whole)
+            mean, length, passing = (ours(x) for x in every)
         else:
             if layer.digest is None:
                 raise ValueError("triattention has seen no queries: pass a calibration file, or an engine with digests")
