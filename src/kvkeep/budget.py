@@ -82,10 +82,10 @@ class Budget:
         return self.total if self.growth is None else self.total + floor(number * self.every / self.growth)
 
     def limit(self, number: int) -> int:
-        """Most entries a head holds before round ``number`` runs: r more than the round before left, or would have left.
+        """Most entries a head holds before round ``number``: r more than the round before left, or would have left.
 
-        So a budget that grows frees r - r / c entries in its first round as in every other (RPC compresses for the first
-        time at P + R tokens).
+        So a budget that grows frees r - r / c entries in its first round as in every other: RPC compresses for the
+        first time at P + R tokens.
         """
         return self.kept(number - 1) + self.every
 

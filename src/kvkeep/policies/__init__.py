@@ -4,8 +4,8 @@ from .base import Policy
 from .beaconkv import BeaconKV
 from .expected import ExpectedAttention
 from .full import Full
-from .infokv import InfoKV
 from .h2o import H2O
+from .infokv import InfoKV
 from .lagkv import LagKV
 from .mix import Mix
 from .pyramidkv import PyramidKV

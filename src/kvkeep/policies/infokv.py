@@ -30,7 +30,7 @@ class InfoKV(Policy):
         renormalise: whether the ``top`` probabilities are made to sum to 1. Default no: the paper's sum has no divisor.
         shift: 1: H of a token is the entropy of the prediction *of* it, as the paper's formula says (0 for a request's
             first token); 0: of the prediction made *at* it.
-        final_norm: whether D compares with the last layer after the model's final norm. Default: the plain layer output.
+        final_norm: whether D compares with the last layer after the model's final norm. Default: before it.
         region: over what E's softmax runs: ``candidates``, or ``cached`` (everything that is held).
         queries: how many of the newest queries vote; 0: the budget's window.
         kernel: positions that share attention, averaged (9 in the paper's prefill; odd, 1: none).
