@@ -86,6 +86,17 @@ def test_without_beacons_the_newest_queries_vote(reduce: Any) -> None:
         assert torch.allclose(policy.score(view)[:, i][there], layer.candidates(layer.ascending(votes))[there])
 
 
+def test_the_mean_is_over_queries_that_exist() -> None:
+    made = Made([40, 3], protected=0, window=1, w=5)
+    view = made.view()
+    assert view.layer is not None
+    layer = view.layer(0)
+    votes = layer.attention()[1:, :, :, 2:].mean(dim=(2, 3))  # the short row's three queries
+    found = BeaconKV(beacons=0, recent=5, reduce="mean").score(view)[1:, 0, :, :2]
+    short = replace(layer, order=layer.order[1:], places=layer.places[1:])
+    assert torch.allclose(found, short.candidates(short.ascending(votes))[..., :2])
+
+
 def test_a_beacon_that_is_the_newest_query_votes_as_it_does() -> None:
     made = Made([60, 31])
     bare = BeaconKV(beacons=0, recent=1).score(made.view())

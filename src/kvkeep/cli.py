@@ -56,6 +56,12 @@ def generate(
     option: Annotated[
         list[str] | None, typer.Option("--option", "-o", help="Option of the policy, e.g. -o draw=layer.")
     ] = None,
+    published: Annotated[
+        bool, typer.Option("--published", help="The schedule and protection of the policy's own paper.")
+    ] = False,
+    prefill_keep: Annotated[
+        float | None, typer.Option(help="Compress the prompt once, after its prefill, to this share of it, e.g. 0.4.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the draws and of the sampling.")] = 0,
     chat: Annotated[
         bool | None, typer.Option("--chat/--no-chat", help="Use the chat template; default: if the model has one.")
@@ -68,15 +74,13 @@ def generate(
     """Generate text under a fixed KV budget, and say what the cache did."""
     from .engine import Sampling
 
-    settings = Settings(
-        policy=policy,
-        budget=budget,
-        buffer=buffer,
-        scope=scope,  # type: ignore[arg-type]  # checked by Budget, with a message
-        protect=protect,
-        seed=seed,
-        options=_options(option or []),
-    )
+    values: dict[str, Any] = {"seed": seed, "options": _options(option or []), "prefill_keep": prefill_keep}
+    if protect is not None:
+        values["protect"] = protect
+    if published:
+        settings = Settings.published(policy, budget, **values)
+    else:
+        settings = Settings(policy, budget=budget, buffer=buffer, scope=scope, **values)  # type: ignore[arg-type]
     sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
     if not prompt.strip():
         raise ValueError("the prompt is empty: write what to ask, in quotes")
@@ -107,13 +111,14 @@ def generate(
 def policies(json: JsonFile = None) -> None:
     """List the known methods: what they do, what they must see, what their paper protects."""
     check_writable(json)
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "name": p.name,
             "rule": p.rule,
             "signals": sorted(p.signals),
             "published_protection": p.published_protection,
             "default_protection": p.default_protection,
+            "published_schedule": p().schedule(2048),
             "paper": p.paper,
         }
         for p in known_policies().values()
@@ -121,15 +126,15 @@ def policies(json: JsonFile = None) -> None:
     out.print(
         table(
             "Policies (default: what kvkeep protects unless --protect says otherwise)",
-            ["name", "rule", "signals", "paper protects", "default", "paper"],
+            ["name", "rule", "signals", "protects: paper", "here", "paper's schedule, K=2048"],
             [
                 (
                     r["name"],
-                    r["rule"],
+                    f"{r['rule']} [dim]{r['paper']}[/dim]",
                     ", ".join(r["signals"]) or "none",
                     r["published_protection"],
                     r["default_protection"],
-                    r["paper"],
+                    ", ".join(f"{k} {v}" for k, v in r["published_schedule"].items()) or "-",
                 )
                 for r in rows
             ],

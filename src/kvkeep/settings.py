@@ -105,6 +105,17 @@ class Settings:
             options[name] = values.pop(name)
         return cls(policy=policy, options=options, **values)
 
+    @classmethod
+    def published(cls, policy: str, budget: int, **values: Any) -> Settings:
+        """Settings with the schedule and the protection of the policy's own paper; ``values`` outrank both.
+
+        Raises:
+            ValueError: the paper's schedule does not fit the budget.
+        """
+        made = make_policy(policy, values.get("options"))
+        given = {"budget": budget, **made.schedule(budget), "protect": made.published_protection, **values}
+        return cls(policy=policy, **given)
+
     # ---- JSON -----------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..policies import make_policy, option_names
+from ..policies import Policy, make_policy, option_names
 from ..settings import Settings
 from .spelling import parse, spell, suggest
 
@@ -25,17 +25,19 @@ class Arm:
         label: names the arm in tables and in ``--primary``; settings that change what it costs are always in it.
         policy: short name of the policy.
         values: fields of :class:`~kvkeep.settings.Settings` that were given.
-        options: options of the policy that were given.
+        options: options of the policy that were given, and those that are always spelled out.
+        published: the arm runs its paper's own schedule and protection, not those common to all arms.
     """
 
     label: str
     policy: str
     values: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
+    published: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Arm:
-        """Read ``random:protect=none,draw=model,label=...``.
+        """Read ``random:protect=none,draw=model,label=...``, or ``rkv:published=true`` for its paper's own settings.
 
         Raises:
             ValueError: unknown policy, key or value; near names are suggested.
@@ -45,16 +47,25 @@ class Arm:
         if label is not None and re.search(r"\s", str(label)):
             raise ValueError(f"arm {text!r}: a label has no spaces, since --primary names arms by it")
         allowed = option_names(name)
+        published = given.get("published", False)
+        if not isinstance(published, bool):
+            raise ValueError(f"arm {text!r}: published is true or false, got {published!r}")
         values = {key: value for key, value in given.items() if key in FIELDS}
-        options = {key: value for key, value in given.items() if key not in FIELDS}
+        options = {key: value for key, value in given.items() if key not in (*FIELDS, "published")}
         for key in options:
             if key == "budget":
                 raise ValueError(f"arm {text!r}: the budget is the same for all arms; pass it as --budget")
             if key not in allowed:
-                raise ValueError(f"arm {text!r} has no option {key!r}: {suggest(key, [*allowed, *FIELDS, 'label'])}")
+                raise ValueError(
+                    f"arm {text!r} has no option {key!r}: {suggest(key, [*allowed, *FIELDS, 'label', 'published'])}"
+                )
+        always = _always(make_policy(name, options))
+        options, given = {**always, **options}, {**always, **given}
         costs = {key: value for key, value in values.items() if key in COSTS}
+        if published:
+            costs["published"] = True
         shown = spell(name, given) if label is None else spell(str(label), costs)
-        made = cls(shown, name, values, options)
+        made = cls(shown, name, values, options, published)
         if not make_policy(name, options).evicts and set(values) - {"seed"}:
             raise ValueError(f"arm {text!r}: {name} evicts nothing, so it takes no {', '.join(values)}")
         made.settings(2**40, None, 0)  # refuse bad values now; whether a real budget fits is the cells' business
@@ -73,8 +84,14 @@ class Arm:
     @property
     def protect(self) -> str:
         """The protection, the policy's default if none was given."""
-        given = self.values.get("protect")
-        return make_policy(self.policy, self.options).default_protection if given is None else str(given)
+        policy = make_policy(self.policy, self.options)
+        default = policy.published_protection if self.published else policy.default_protection
+        return str(self.values.get("protect") or default)
+
+    @property
+    def schedule(self) -> str:
+        """``common``, or ``published`` where the arm has its paper's own schedule."""
+        return "published" if self.published else "common"
 
     def settings(self, budget: int | None, buffer: int | None, seed: int) -> Settings:
         """Settings of a cell.
@@ -94,7 +111,18 @@ class Arm:
             unit = self.options.get("unit", 1)
             buffer = unit if isinstance(unit, int) and unit > 0 else 1
             budget = (2**40 // buffer) * buffer
+        if self.published:
+            assert budget is not None
+            given = {"buffer": buffer, **values}
+            own = make_policy(self.policy, self.options).schedule(budget)
+            return Settings.published(self.policy, budget, **{k: v for k, v in given.items() if k not in own or k in
+                                      self.values}, options=dict(self.options))  # fmt: skip
         return Settings(self.policy, **{"budget": budget, "buffer": buffer, **values}, options=dict(self.options))
+
+
+def _always(policy: Policy) -> dict[str, Any]:
+    """Options that are spelled out even at their default."""
+    return {name: getattr(policy, name) for name in policy.shown}
 
 
 def parse_arms(texts: Sequence[str]) -> tuple[Arm, ...]:

@@ -11,6 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from ..budget import Budget
+from ..policies import make_policy
 from ..settings import Settings
 from .arms import Arm
 from .config import Config
@@ -124,7 +125,7 @@ def make_cells(config: Config, sets: Sequence[ItemSet]) -> list[Cell]:
                 name = _name(items, arm, f"K={budget}" if config.budgets else f"{level:g}x")
                 compression = round(items.length / budget, 2) if config.budgets else level
                 settings = _settings(config, items, arm, budget, name)
-                found.append(_cell(items, arm, level, compression, budget, settings, name))
+                found.append(_cell(items, arm, level, compression, settings.budget, settings, name))
     return found
 
 
@@ -157,8 +158,10 @@ def _settings(config: Config, items: ItemSet, arm: Arm, budget: int, name: str) 
 def _advice(config: Config, items: ItemSet, arm: Arm, budget: int) -> str:
     """The smallest K that works, if more is what is needed."""
     roomy = arm.settings(2**40, None, 0)
-    every = int(arm.values.get("buffer", config.buffer))
-    window = int(arm.values.get("window", every))
+    own = make_policy(arm.policy, arm.options).schedule(budget) if arm.published else {}
+    given = {**own, **arm.values}
+    every = int(given.get("buffer", config.buffer))
+    window = int(given.get("window", every))
     longest = max(len(item.prompt) for item in items.items)
     prefix = roomy.protection.prefix(longest)
     must_stay = prefix + roomy.protection.pinned(prefix)

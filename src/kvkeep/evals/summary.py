@@ -145,6 +145,7 @@ def _cell(cell: Cell, rows: list[Line], pairs: Pairs, lines: Mapping[str, list[L
         "arm": cell.arm,
         "policy": arm.text,
         "protect": arm.protect if arm.evicts else "-",
+        "schedule": arm.schedule if arm.evicts else "-",
         "settings": cell.settings.to_dict(),
         "caveat": caveat,
         "compression": cell.compression,

@@ -32,6 +32,7 @@ class Policy:
         default_protection: what kvkeep protects unless told otherwise.
         content_free: True if its kept positions do not depend on keys, values or queries.
         evicts: False for the full cache.
+        shown: options that are spelled out wherever the policy is named, since the method has several forms.
         digest_blocks: tokens of the prompt, and of the trace, that :meth:`digest` gets at once, for policies that name
             the signal ``digest``; None: it gets none of the trace.
     """
@@ -44,6 +45,7 @@ class Policy:
     default_protection: ClassVar[str] = "prompt"
     content_free: ClassVar[bool] = False
     evicts: ClassVar[bool] = True
+    shown: ClassVar[tuple[str, ...]] = ()
     digest_blocks: ClassVar[tuple[int, int | None]] = (1024, None)
 
     @property
@@ -73,7 +75,8 @@ class Policy:
     def schedule(self, budget: int) -> dict[str, Any]:
         """The paper's own schedule for K = ``budget``, as fields of Settings: buffer, window, growth, scope.
 
-        Empty: the paper has none of its own, or it is the common one.
+        ``budget`` itself is among them where the paper lets the cache grow from its own start. Empty: the paper has no
+        schedule of its own.
         """
         return {}
 

@@ -26,11 +26,23 @@ def groups(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, list[Cell]]]:
 
 def score_rows(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
     """Columns and rows: what each arm scored."""
-    columns = ["arm", "protect", "asked", "K", "real", f"{cells[0]['metric']}, 95%", "minus full, 95%", "p (sign)"]
+    scheduled = any(cell.get("schedule") == "published" for cell in cells)
+    columns = [
+        "arm",
+        "protect",
+        *(["schedule"] if scheduled else []),
+        "asked",
+        "K",
+        "real",
+        f"{cells[0]['metric']}, 95%",
+        "minus full, 95%",
+        "p (sign)",
+    ]
     rows = [
         [
             cell["arm"],
             cell["protect"],
+            *([cell["schedule"]] if scheduled else []),
             f"{cell['compression']:g}x",
             "-" if cell["budget"] is None else str(cell["budget"]),
             "-" if cell["byte_compression"] is None else f"{cell['byte_compression']:.2f}x",
