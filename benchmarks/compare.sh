@@ -93,7 +93,39 @@ passcode() {
   run passcode --model smollm2 "${t[@]}" "${p[@]}" --budget 512 --buffer 64 --problems 8 --batch 1
 }
 
-all=(table modes modes3x heads accuracy question1 question2 question3 stream passcode)
+# Every method, with the prompt protected and without: what is left of their differences?
+methods=(random recency h2o tova snapkv pyramidkv expected rkv vase vase-dkv triattention rpc infokv beaconkv knorm keydiff lagkv:lag=16)
+controls=(--model abacus-base --model abacus-attention --buffer 16)
+protection() {
+  local p=(--policy full) method
+  for method in "${methods[@]}"; do
+    [[ $method == *:* ]] && p+=(--policy "$method" --policy "$method,protect=none") || p+=(--policy "$method" --policy "$method:protect=none")
+  done
+  run protection "${controls[@]}" --problems 100 --batch 100 --task abacus:n=12,mode=r2 --compression 2 "${p[@]}"
+}
+
+# A passcode said once and asked for later: on the testbed, every method ...
+once() {
+  words p policies full "${methods[@]}"
+  run once "${controls[@]}" --problems 200 --task planted:heads=natural --compression 2 "${p[@]}"
+}
+
+# ... and on a language model.
+once-smollm2() {
+  words p policies full "${methods[@]}"
+  run once-smollm2 --model smollm2 --task "passcode:tokens=1000,where=trace,path=$GSM8K" "${p[@]}" --budget 512 --buffer 64 \
+    --problems 8 --batch 1
+}
+
+# Half of the budget to random, half to beacons, or to the newest queries without beacons.
+question4() {
+  words p policies full random mix:second=beaconkv,label=random+beacons mix:second=beaconkv+beacons=0,label=random+recent beaconkv
+  words t tasks abacus:n=8,mode=r0 planted:heads=natural planted:heads=natural,line=2
+  words d primary 'random+beacons vs random' 'random+beacons vs random+recent'
+  run question4 "${abacus[@]}" "${t[@]}" "${p[@]}" --compression 2 "${d[@]}"
+}
+
+all=(table modes modes3x heads accuracy question1 question2 question3 question4 protection once once-smollm2 stream passcode)
 mkdir -p benchmarks/compare
 for name in "${@:-${all[@]}}"; do
   [[ " ${all[*]} " == *" $name "* ]] || { echo "unknown comparison $name: known are ${all[*]}" >&2; exit 2; }

@@ -36,35 +36,57 @@ def _show(result: dict[str, Any], table: Any, json: Path | None) -> None:
 
 @app.command("round")
 def round_(
-    budgets: Annotated[str, typer.Option("--budget", help="Budgets K, joined by commas.")] = "512,2048,8192",
+    budgets: Annotated[
+        str | None,
+        typer.Option("--budget", help="Budgets K, joined by commas; default: 512,2048,8192, comparing policies 2048."),
+    ] = None,
     buffer: Buffer = 64,
-    batches: Annotated[str, typer.Option("--batch", help="Batch sizes, joined by commas.")] = "1,16",
-    policy: Annotated[str, typer.Option(help="Policies, joined by commas, or all.")] = "random",
+    batches: Annotated[
+        str | None, typer.Option("--batch", help="Batch sizes, joined by commas; default: 1,16, comparing policies 1.")
+    ] = None,
+    policy: Annotated[
+        str, typer.Option(help="One policy; or several, NAME:option=value,... joined by commas; or all.")
+    ] = "random",
     layers: Annotated[int, typer.Option(min=1)] = 4,
     heads: Annotated[int, typer.Option(min=1, help="KV heads.")] = 8,
+    query_heads: Annotated[
+        int | None, typer.Option(min=1, help="Query heads, comparing policies; default: 4 a KV head.")
+    ] = None,
     head_dim: Annotated[int, typer.Option(min=1)] = 128,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    turns: Annotated[int, typer.Option(min=1, help="Timed turns, comparing policies.")] = 9,
+    observe: Annotated[
+        bool, typer.Option(help="Comparing policies, also time the collecting of signals between rounds.")
+    ] = True,
     device: Device = None,
     seed: Seed = 0,
     threads: Threads = None,
-    json: JsonFile = None,
+    json: Annotated[Path | None, typer.Option("--json", "--out", help="Also write the numbers to this file.")] = None,
 ) -> None:
-    """Cost of one round: draw, plan and moves apart, against gathering the K kept entries, beside a memcpy."""
+    """Cost of one round.
+
+    Of a policy such as random: draw, plan and moves apart, against gathering the K kept entries, beside a memcpy. Of
+    several policies, or of one that looks at keys or queries: the whole round, what it has to see between rounds and
+    its extra memory, relative to random.
+    """
     check_writable(json)
-    from ..policies import policies as known
+    from ..policies import make_policy
     from ..signals import POSITIONS
+    from . import policies as comparison
     from . import round as bench
 
-    names = (
-        [p.name for p in known().values() if p.evicts and p.signals <= {POSITIONS}]
-        if policy == "all"
-        else policy.split(",")
-    )
-    result = bench.run(
-        _numbers(budgets, "--budget"), buffer, _numbers(batches, "--batch"), names, layers=layers, heads=heads,
-        head_dim=head_dim, dtype=dtype, device=device, seed=seed, torch_threads=threads,
-    )  # fmt: skip
-    _show(result, bench.table(result), json)
+    names = comparison.names(policy)
+    common: dict[str, Any] = {"layers": layers, "heads": heads, "head_dim": head_dim, "dtype": dtype}
+    common |= {"device": device, "seed": seed, "torch_threads": threads}
+    if len(names) == 1 and ":" not in names[0] and make_policy(names[0]).signals <= {POSITIONS}:
+        many, rows = _numbers(budgets or "512,2048,8192", "--budget"), _numbers(batches or "1,16", "--batch")
+        result = bench.run(many, buffer, rows, names, **common)
+        _show(result, bench.table(result), json)
+        return
+    common |= {"query_heads": query_heads or 4 * heads, "turns": turns, "observe": observe}
+    many, rows = _numbers(budgets or "2048", "--budget"), _numbers(batches or "1", "--batch")
+    result = comparison.run(names, many, buffer, rows, **common)
+    _show(result, comparison.table(result), json)
 
 
 @app.command()

@@ -49,7 +49,7 @@ class ExpectedAttention(Policy):
     paper: ClassVar[str] = "Expected Attention (arXiv 2510.00636)"
     signals: ClassVar[frozenset[str]] = frozenset({POSITIONS, KEYS, VALUES, QUERIES, ROTARY, DIGEST})
     published_protection: ClassVar[str] = "sinks:4"
-    digest_blocks: ClassVar[tuple[int, int | None]] = (1024, 64)
+    digest_blocks: ClassVar[tuple[int, int | None]] = (128, 64)
 
     def __post_init__(self) -> None:
         whole(self, "future", 1)

@@ -52,7 +52,7 @@ class TriAttention(Policy):
     paper: ClassVar[str] = "TriAttention (arXiv 2604.04921)"
     signals: ClassVar[frozenset[str]] = frozenset({POSITIONS, KEYS, ROTARY, DIGEST})
     published_protection: ClassVar[str] = "prompt"
-    digest_blocks: ClassVar[tuple[int, int | None]] = (1024, None)
+    digest_blocks: ClassVar[tuple[int, int | None]] = (128, None)
 
     def __post_init__(self) -> None:
         choice(self, "mode", "per_head", "per_layer", "global")

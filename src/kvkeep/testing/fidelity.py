@@ -1,16 +1,18 @@
-"""The checks every scored policy must pass, whoever wrote it."""
+"""The checks every policy must pass on made-up rounds, whoever wrote it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..plan import sortable
 from ..policies import Policy
-from .views import Entries, Made
+from ..signals import DIGEST
+from .views import Entries, Made, declared, digests, other_contents
 
 #: Gaps at the cut below this, relative to the largest score, may go either way in float32.
 NEAR = 1e-5
@@ -70,18 +72,17 @@ def check_policy(
     seeds: int = 3,
     prepare: Callable[[Made], None] | None = None,
 ) -> Agreement:
-    """Check a policy on made-up rounds: shapes and types, slots, batches, and against its formula.
+    """Check a policy on made-up rounds: everything in :data:`MADE`, and against its formula.
 
-    - What it returns is float32 or int32 [R, L, H, C] (L or H 1 only as its scope says), without NaN.
-    - The same entries in other slots are ranked alike, and so is a row without its neighbours.
-    - With ``reference``: each head's victims are those the formula names, however many go.
+    With ``reference``, each head's victims are those the formula names, however many go.
 
     Args:
         policy: the method with its options.
         reference: its formula in plain loops.
         shapes: arguments of :class:`Made` for the rounds.
         seeds: rounds of each shape.
-        prepare: called with each round before it is shown, e.g. to set digests.
+        prepare: called with each round before it is shown, e.g. to set digests; by default those that the policy makes
+            of random queries, if it asks for them.
 
     Returns:
         How many kept sets were compared with the reference, and how many were near ties.
@@ -90,40 +91,127 @@ def check_policy(
         AssertionError: what differs.
     """
     found = Agreement()
+    for made in made_rounds(policy, shapes, seeds, prepare):
+        for check in MADE.values():
+            check(policy, made)
+        if reference is not None:
+            _compare(found, made, _scores(policy, made), reference)
+    return found
+
+
+def made_rounds(
+    policy: Policy,
+    shapes: Sequence[Mapping[str, Any]] = SHAPES,
+    seeds: int = 3,
+    prepare: Callable[[Made], None] | None = None,
+) -> Iterator[Made]:
+    """The rounds that :func:`check_policy` shows."""
     for shape in shapes:
         for seed in range(seeds):
             made = Made(**{**shape, "seed": seed, "shared": policy.scope})
             if prepare is not None:
                 prepare(made)
-            scores = _scores(policy, made, shuffle=0)
-            _alike(made, scores, _scores(policy, made, shuffle=1), "in other slots")
-            for row in range(len(made.lengths)):
-                alone = _alone(made, row)
-                _alike(alone, scores[row : row + 1], _scores(policy, alone, shuffle=0, stream=row), "alone")
-            if reference is not None:
-                _compare(found, made, scores, reference)
-    return found
+            elif DIGEST in policy.signals:
+                digests(policy, made)
+            yield made
 
 
-def _scores(policy: Policy, made: Made, shuffle: int, stream: int = 0) -> Tensor:
-    """What the policy says, int64 or float64 [R, L, H, C] in the order of keeping."""
-    view = made.view(shuffle)
-    view = replace(view, streams=made.view().streams + 7919 * stream)
-    keys = policy.keys(view)
+# ---- one check each -----------------------------------------------------------------------------
+
+
+def _well_formed(policy: Policy, made: Made) -> None:
+    _scores(policy, made)
+
+
+def _repeatable(policy: Policy, made: Made) -> None:
+    before = torch.random.get_rng_state()
+    first = _scores(policy, made)
+    used = not torch.equal(before, torch.random.get_rng_state())
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1234567)
+        if used or not torch.equal(first, _scores(policy, made)):
+            raise AssertionError(
+                "the same round is scored differently the second time, or torch's global generator was used: random "
+                "numbers come from kvkeep.draws, and a policy has no state"
+            )
+
+
+def _slots(policy: Policy, made: Made) -> None:
+    hint = "the order of slots means nothing, so turn slots into positions with layer.chosen() or layer.ascending()"
+    _alike(made, _scores(policy, made), _scores(policy, made, shuffle=1), "in other slots", hint)
+
+
+def _empty_slots(policy: Policy, made: Made) -> None:
+    hint = "empty slots hold anything, so mask with layer.filled, layer.eligible or layer.there()"
+    _alike(made, _scores(policy, made), _scores(policy, made, rubbish=1), "with other rubbish in empty slots", hint)
+
+
+def _neighbours(policy: Policy, made: Made) -> None:
+    scores = _scores(policy, made)
+    hint = "a row may not depend on other rows, nor on the padding behind the candidates of a short row (layer.there())"
+    for row in range(len(made.lengths)):
+        alone = _alone(made, row)
+        _alike(alone, scores[row : row + 1], _scores(policy, alone, stream=row), "without the rest of its batch", hint)
+
+
+def _content_free(policy: Policy, made: Made) -> None:
+    if policy.content_free:
+        hint = "content_free = True promises that keys, values, queries and what is made of them change nothing"
+        _alike(made, _scores(policy, made), _scores(policy, other_contents(made)), "with other contents", hint)
+
+
+#: What must hold on every made-up round: title -> check, which raises AssertionError.
+MADE: dict[str, Callable[[Policy, Made], None]] = {
+    "scores have the shape and type that its scope says, without NaN, from declared signals alone": _well_formed,
+    "the same round is scored the same again, and nothing shown is overwritten": _repeatable,
+    "the order of slots changes nothing": _slots,
+    "what lies in empty slots changes nothing": _empty_slots,
+    "the other rows of a batch change nothing": _neighbours,
+    "content_free is true where it is claimed": _content_free,
+}
+
+
+def _scores(policy: Policy, made: Made, shuffle: int = 0, rubbish: int = 0, stream: int = 0) -> Tensor:
+    """What the policy says, float64 [R, L, H, C] in the order of keeping."""
+    view = declared(made.view(shuffle, rubbish=rubbish), policy.signals)
+    view = replace(view, streams=view.streams + 7919 * stream)
+    shown = [] if view.layer is None else [view.layer(i) for i in range(made.layers)]
+    tensors = [(name, t) for layer in shown for name, t in vars(layer).items() if isinstance(t, Tensor)]
+    versions = [t._version for _, t in tensors]
+    try:
+        keys = policy.keys(view)
+    except Exception as error:
+        raise AssertionError(
+            f"it fails on a made-up round, {type(error).__name__}: {error} (a view shows only the signals that the "
+            f"policy declares: {', '.join(sorted(policy.signals)) or 'none'})"
+        ) from error
+    for (name, tensor), version in zip(tensors, versions, strict=True):
+        if tensor._version != version:
+            raise AssertionError(f"it writes into {name} that it was shown, which is the cache itself: work on a copy")
     rows, layers, heads, width = len(made.lengths), made.layers, made.heads, view.candidates
     one_layer = policy.scope in ("model", "head-of-all-layers")
     one_head = policy.scope in ("model", "layer")
-    wanted = [rows, 1 if one_layer else layers, 1 if one_head else heads, width]
-    if list(keys.shape) not in (wanted, [rows, layers, heads, width]):
-        raise AssertionError(f"scope {policy.scope!r} wants keys of shape {wanted}, got {list(keys.shape)}")
+    wanted = [rows, 1 if one_layer else layers, 1 if one_head else heads, width // policy.slots_per_unit]
+    if list(keys.shape) != wanted:
+        raise AssertionError(
+            f"scope {policy.scope!r} wants scores of shape [R, L, H, C] = {wanted}, got {list(keys.shape)}: return 1 "
+            "where layers or heads share a kept set, and let `scope` say so"
+        )
     if keys.is_floating_point() and bool(keys.isnan().any()):
-        raise AssertionError("the policy returned NaN")
-    sortable(keys)  # refuses other types
-    return keys.double().expand(rows, layers, heads, width)
+        at = keys.isnan().nonzero()[0].tolist()
+        raise AssertionError(f"it returned NaN, first at [row, layer, head, candidate] = {at}")
+    try:
+        sortable(keys)
+    except TypeError as error:
+        raise AssertionError(str(error)) from error
+    scores = keys.double().repeat_interleave(policy.slots_per_unit, dim=-1)
+    scores = torch.nn.functional.pad(scores, (0, width - scores.shape[-1]), value=torch.inf)
+    return scores.expand(rows, layers, heads, width)
 
 
 def _alone(made: Made, row: int) -> Made:
     alone = replace(made, lengths=[made.lengths[row]])
+    alone.rotary = made.rotary
     alone.heads_of = [made.heads_of[row]]
     if made.digest is not None:
         alone.digest = [state[row : row + 1] for state in made.digest]
@@ -137,15 +225,18 @@ def _rows(made: Made, scores: Tensor) -> Any:
                 yield r, i, h, entries, scores[r, i, h, : len(entries.candidates)].tolist()
 
 
-def _alike(made: Made, one: Tensor, other: Tensor, where: str) -> None:
+def _alike(made: Made, one: Tensor, other: Tensor, where: str, hint: str) -> None:
     agreement = Agreement()
-    for (_, _, _, entries, a), (*_, b) in zip(_rows(made, one), _rows(made, other), strict=True):
+    for (r, i, h, entries, a), (*_, b) in zip(_rows(made, one), _rows(made, other), strict=True):
         theirs = dict(zip(entries.candidates, b, strict=True))
         for victims in range(1, len(entries.candidates)):
             try:
                 agreement.compare(entries.candidates, a, theirs, victims)
             except AssertionError as error:
-                raise AssertionError(f"the same entries {where} are ranked differently: {error}") from error
+                raise AssertionError(
+                    f"the same entries {where} are ranked differently ({hint}): row {r}, layer {i}, head {h}, "
+                    f"{victims} victims: {error}"
+                ) from error
 
 
 def _compare(found: Agreement, made: Made, scores: Tensor, reference: Reference) -> None:

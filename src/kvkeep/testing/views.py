@@ -5,14 +5,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Set
+from copy import copy
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import torch
 
+from ..policies import Policy
 from ..rotary import Rotary
-from ..signals import LayerView, RoundView
+from ..signals import (
+    ATTENTION,
+    DIGEST,
+    ENTROPY,
+    EVOLUTION,
+    OF_LAYERS,
+    QUERIES,
+    ROTARY,
+    VALUES,
+    LayerView,
+    RoundView,
+)
 
 JUNK = 10**6
 
@@ -121,10 +136,11 @@ class Made:
             scaling=self.width**-0.5 if self.scaling is None else self.scaling,
         )
 
-    def view(self, shuffle: int = 0, seed: int = 0, rounds: int = 0) -> RoundView:
-        """The round. Another ``shuffle`` puts the same entries in other slots, which no score may notice."""
-        rng = np.random.default_rng(1000 + shuffle)
-        layers = [self._layer(i, rng) for i in range(self.layers)]
+    def view(self, shuffle: int = 0, seed: int = 0, rounds: int = 0, rubbish: int = 0) -> RoundView:
+        """The round. Another ``shuffle`` puts the same entries in other slots, another ``rubbish`` fills empty slots with
+        something else: no score may notice."""
+        rng, empty = np.random.default_rng(1000 + shuffle), np.random.default_rng(9000 + rubbish)
+        layers = [self._layer(i, rng, empty) for i in range(self.layers)]
         rows = len(self.lengths)
         candidates = max(len(row[0][0].candidates) for row in self.heads_of)
         one_layer, one_head = self.shared in ("model", "head-of-all-layers"), self.shared in ("model", "layer")
@@ -153,12 +169,14 @@ class Made:
             ),
         )
 
-    def _layer(self, i: int, rng: np.random.Generator) -> LayerView:
+    def _layer(self, i: int, rng: np.random.Generator, empty: np.random.Generator) -> LayerView:
         rows, slots = len(self.lengths), max(len(row[0][0].cached) for row in self.heads_of) + 3
         shape = (rows, self.heads, slots)
-        keys, values = (rng.normal(size=(*shape, self.width)) * 9 for _ in range(2))  # rubbish where nothing is cached
-        positions = rng.integers(0, 200, size=shape)
-        numbers = rng.normal(size=(*shape, 3)) * 9
+        keys, values = (
+            empty.normal(size=(*shape, self.width)) * 9 for _ in range(2)
+        )  # rubbish where nothing is cached
+        positions = empty.integers(0, 200, size=shape)
+        numbers = empty.normal(size=(*shape, 3)) * 9
         queries = np.zeros((rows, self.heads * self.group, self.w, self.width))
         count, first, last = (np.zeros(rows, dtype=int) for _ in range(3))
         for r, row in enumerate(self.heads_of):
@@ -201,3 +219,68 @@ class Made:
             entropy=entropy,
             evolution=evolution,
         )
+
+
+def declared(view: RoundView, signals: Set[str]) -> RoundView:
+    """What an engine shows a policy that names these signals: those and no others."""
+    if not OF_LAYERS & signals:
+        return replace(view, positions=view.positions if signals else None, layer=None)
+    named = {
+        "values": {VALUES},
+        "queries": {QUERIES},
+        "query_positions": {QUERIES},
+        "scaling": {QUERIES},
+        "rotary": {ROTARY, DIGEST},
+        "digest": {DIGEST},
+        "received": {ATTENTION},
+        "entropy": {ENTROPY},
+        "evolution": {EVOLUTION},
+    }
+    hidden: dict[str, None] = {name: None for name, either in named.items() if not either & signals}
+    show = view.layer
+    assert show is not None
+    return replace(view, layer=lambda i: replace(show(i), **hidden))  # type: ignore[arg-type]
+
+
+def digests(policy: Policy, made: Made) -> None:
+    """Give a round the digests that ``policy`` makes of random queries before RoPE, block by block as an engine does."""
+    rng, heads = np.random.default_rng(made.seed + 17), made.heads * made.group
+    prompt_block, trace_block = policy.digest_blocks
+    made.digest = []
+    for _ in range(made.layers):
+        states = []
+        for length in made.lengths:
+            mean = rng.normal(size=(1, heads, 1, made.width))
+            queries = torch.from_numpy(mean + rng.normal(size=(1, heads, length, made.width))).float()
+            prompt = length if trace_block is None else length - length // 3 // trace_block * trace_block
+            edges = [*range(0, prompt, prompt_block), *range(prompt, length, trace_block or 1), length]
+            state = None
+            for start, end in pairwise(edges):
+                state = policy.digest(state, queries[:, :, start:end], torch.arange(start, end)[None])
+            assert state is not None
+            states.append(state)
+        made.digest.append(torch.cat(states))
+
+
+def other_contents(made: Made) -> Made:
+    """The same positions with other keys, values, queries and numbers."""
+    other = copy(made)
+    other.heads_of = [
+        [
+            [
+                replace(
+                    e,
+                    keys={p: -np.roll(k, 1) for p, k in e.keys.items()},
+                    values={p: -np.roll(v, 1) for p, v in e.values.items()},
+                    queries=-np.roll(e.queries, 1, axis=-1),
+                    received={p: 1 - x for p, x in e.received.items()},
+                    entropy={p: 5 - x for p, x in e.entropy.items()},
+                    evolution={p: 1 - x for p, x in e.evolution.items()},
+                )
+                for e in heads
+            ]
+            for heads in row
+        ]
+        for row in made.heads_of
+    ]
+    return other
