@@ -215,8 +215,8 @@ def run(
         view, scores or draws, plan, moves, positions. Where the engine plans several rounds at once
         (``planned_ahead``) it is their mean. ``between_ms`` is what collecting signals took over ``buffer`` tokens:
         ``between_layers_ms`` in the layers, ``between_once_ms`` for all of them together (entropy). Not in it: Python's
-        hooks on the model's modules. ``over_random`` and ``both_over_random`` (round and between) are medians over turns of
-        the ratio to the rounds of random right before; intervals are 95% bootstrap intervals of medians.
+        hooks on the model's modules. ``over_random`` and ``both_over_random`` (round and between) are medians over
+        turns of the ratio to the rounds of random right before; intervals are 95% bootstrap intervals of medians.
         ``extra_bytes`` are allocated beside the entries, ``temporary_bytes`` a round's peak beyond that.
     """
     if turns < 1:

@@ -217,7 +217,7 @@ class StandIn:
             torch.cuda.reset_peak_memory_stats(self.device)
             before = torch.cuda.memory_allocated(self.device)
             self.round()
-            return torch.cuda.max_memory_allocated(self.device) - before
+            return int(torch.cuda.max_memory_allocated(self.device) - before)
         with _Peak() as seen:
             self.round()
         return seen.peak

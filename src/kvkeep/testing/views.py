@@ -137,8 +137,11 @@ class Made:
         )
 
     def view(self, shuffle: int = 0, seed: int = 0, rounds: int = 0, rubbish: int = 0) -> RoundView:
-        """The round. Another ``shuffle`` puts the same entries in other slots, another ``rubbish`` fills empty slots with
-        something else: no score may notice."""
+        """The round.
+
+        Another ``shuffle`` puts the same entries in other slots, another ``rubbish`` fills the empty ones with something
+        else. No score may notice either.
+        """
         rng, empty = np.random.default_rng(1000 + shuffle), np.random.default_rng(9000 + rubbish)
         layers = [self._layer(i, rng, empty) for i in range(self.layers)]
         rows = len(self.lengths)
@@ -243,7 +246,7 @@ def declared(view: RoundView, signals: Set[str]) -> RoundView:
 
 
 def digests(policy: Policy, made: Made) -> None:
-    """Give a round the digests that ``policy`` makes of random queries before RoPE, block by block as an engine does."""
+    """Give a round the digests that ``policy`` makes of random queries before RoPE, block by block as in an engine."""
     rng, heads = np.random.default_rng(made.seed + 17), made.heads * made.group
     prompt_block, trace_block = policy.digest_blocks
     made.digest = []
