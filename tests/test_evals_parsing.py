@@ -50,9 +50,30 @@ def test_no_label_hides_what_an_arm_costs() -> None:
     assert Arm.parse("random:growth=2.0,label=x").label == "x:growth=2.0"
 
 
+def test_an_arm_may_run_its_papers_own_schedule() -> None:
+    """Buffer, window, growth, scope and protection of the paper; what the arm says itself outranks it."""
+    arm = Arm.parse("rkv:published=true")
+    assert (arm.label, arm.text, arm.protect, arm.schedule) == ("rkv:published=true", "rkv", "none", "published")
+    made = arm.settings(512, 16, 3)
+    assert (made.budget, made.buffer, made.window, made.protect, made.seed) == (512, 128, 8, "none", 3)
+    own = Arm.parse("rkv:published=true,buffer=32,protect=prompt,label=x")
+    assert own.label == "x:buffer=32,published=true"
+    assert (own.settings(512, 16, 3).buffer, own.settings(512, 16, 3).window, own.protect) == (32, 8, "prompt")
+    grown = Arm.parse("rpc:published=true").settings(2048, 16, 0)
+    assert (grown.budget, grown.buffer, grown.growth, grown.scope, grown.protect) == (288, 1024, 4.0, "trace", "prompt")
+    assert Arm.parse("rkv").schedule == "common"
+
+
+def test_a_method_of_several_forms_says_which() -> None:
+    assert Arm.parse("h2o").label == Arm.parse("h2o").text == "h2o:count=cumulative"
+    assert Arm.parse("h2o:protect=none").label == "h2o:count=cumulative,protect=none"
+    assert Arm.parse("h2o:count=mean").label == "h2o:count=mean"
+
+
 @pytest.mark.parametrize(
     ("texts", "says"),
     [
+        (["rkv:published=1"], "published is true or false, got 1"),
         (["randm"], "did you mean random?"),
         (["random:drw=model"], "did you mean draw?"),
         (["random:protct=none"], "did you mean protect?"),

@@ -3,11 +3,15 @@
 Policies take turns. In a turn each runs one round, or as many as its engine plans at once, and right before it random
 runs its own; a ratio is that of the two, and its median over turns is reported. Before every round the processor's
 caches are swept, as a model's forwards do between rounds.
+
+On a CPU with one thread, times are processor time: other work on the machine interrupts a round of a second, but hardly
+one of a millisecond, which no ratio of wall clocks makes up for.
 """
 
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -28,7 +32,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "triattention": ("triattention:mode=per_head", "triattention:mode=per_layer"),
     "rkv": ("rkv:variant=official",),
     "infokv": ("infokv", "infokv:adaptive=true"),
-    "mix": ("mix:first=random,second=rkv,share=0.5",),
+    "mix": ("mix:first=random,second=rkv",),
 }
 _SWEPT = 64 << 20  # bytes, more than the last level of cache of what this usually runs on
 _WARM_UP = 1  # turns
@@ -146,9 +150,21 @@ class _Contestant:
         return found
 
 
+def _alone(device: torch.device) -> bool:
+    """Whether all work is this thread's."""
+    return device.type == "cpu" and torch.get_num_threads() == 1
+
+
+def _processor(arm: Arm) -> float:
+    """Processor time of an arm in ms."""
+    start = time.thread_time()
+    arm()
+    return (time.thread_time() - start) * 1e3
+
+
 def _compare(policies: Sequence[Policy], caches: Callable[[Policy], StandIn], turns: int, observe: bool,
              device: torch.device, step: Callable[[str], None]) -> list[dict[str, Any]]:  # fmt: skip
-    clock = stopwatch(device)
+    clock = _processor if _alone(device) else stopwatch(device)
     swept: Tensor = torch.ones(_SWEPT // 8, dtype=torch.int64, device=device)
     base = next(policy for policy in policies if policy.text == BASE)
     first = _Contestant(base, caches(base), observe)
@@ -183,6 +199,8 @@ def run(
     heads: int = 8,
     query_heads: int = 32,
     head_dim: int = 128,
+    hidden: int = 2560,
+    vocabulary: int = 151_936,
     dtype: str = "bfloat16",
     turns: int = 9,
     observe: bool = True,
@@ -202,6 +220,8 @@ def run(
         heads: KV heads of a layer.
         query_heads: query heads of a layer.
         head_dim: numbers of a key.
+        hidden: numbers of a hidden state.
+        vocabulary: logits of a token.
         dtype: of the entries, queries, hidden states and logits.
         turns: timed turns.
         observe: also time what policies have to see of the r tokens between two rounds.
@@ -233,7 +253,8 @@ def run(
         torch.manual_seed(seed)
         with progress("bench round", len(batches) * len(budgets) * (_WARM_UP + turns), show) as step:
             for batch in batches:
-                shape = ModelShape(layers, batch, heads, head_dim, getattr(torch, dtype), query_heads)
+                of_model = (query_heads, hidden, vocabulary)
+                shape = ModelShape(layers, batch, heads, head_dim, getattr(torch, dtype), *of_model)
                 for budget in budgets:
 
                     def cache(policy: Policy, shape: ModelShape = shape, budget: int = budget) -> StandIn:
@@ -241,45 +262,43 @@ def run(
 
                     rows += _compare(contestants, cache, turns, observe, where, step)
         sizes = {key: value for key, value in asdict(shape).items() if key not in ("batch", "dtype")}
-        return record(rows, where, seed, kind="policies", shape=sizes | {"dtype": dtype}, prompt=PROMPT)
+        clock = "processor" if _alone(where) else "wall"
+        return record(rows, where, seed, kind="policies", clock=clock, shape=sizes | {"dtype": dtype}, prompt=PROMPT)
 
 
 def table(result: dict[str, Any]) -> Table:
     """The rows as a table; ``--json`` has all numbers."""
     from ..report.tables import table as make
 
-    shape, observed = result["shape"], "between_ms" in result["rows"][0]
+    shape, rows, threads = result["shape"], result["rows"], result["threads"]
+    observed = "between_ms" in rows[0]
+    several = len({(row["batch"], row["budget"]) for row in rows}) > 1
 
-    def times(row: dict[str, Any], key: str) -> str:
-        if row["policy"] == BASE:
-            return "1"
-        low, high = row[f"{key}_interval"]
-        return f"{row[key]:{_digits(row[key])}} [{low:{_digits(low)}},{high:{_digits(high)}}]"
-
-    columns = ["policy", "batch", "K", "round", "a layer", f"/{BASE}"]
-    if observed:
-        columns += ["between\nrounds", f"both\n/{BASE}"]
-    columns += ["extra\nMiB", "extra\n%", "scratch\nMiB"]
-
-    def cells(row: dict[str, Any]) -> tuple[object, ...]:
-        found: list[object] = [row["policy"], row["batch"], row["budget"]]
-        found += [f"{row[key]:{_digits(row[key])}}" for key in ("round_ms", "layer_ms")] + [times(row, f"over_{BASE}")]
+    def cells(row: dict[str, Any]) -> list[object]:
+        low, high = row[f"over_{BASE}_interval"]
+        ratio = f"{_short(row[f'over_{BASE}'])} [{_short(low)},{_short(high)}]"
+        found: list[object] = [row["policy"].replace(":", "\n ").replace(",", "\n ")]
+        found += [row["batch"], row["budget"]] if several else []
+        found += [_short(row["round_ms"]), _short(row["layer_ms"]), "1" if row["policy"] == BASE else ratio]
         if observed:
-            seen = row["between_ms"]
-            found += [f"{seen:{_digits(seen)}}" if seen else "-", times(row, f"both_over_{BASE}")]
+            found += [_short(row["between_ms"]) if row["between_ms"] else "-", _short(row[f"both_over_{BASE}"])]
         found += [f"{row['extra_bytes'] / 2**20:.2f}", f"{100 * row['extra_share']:.1f}"]
-        return (*found, f"{row['temporary_bytes'] / 2**20:.1f}")
+        return [*found, f"{row['temporary_bytes'] / 2**20:.1f}"]
 
+    columns = ["policy", *(["batch", "K"] if several else []), "round", "a\nlayer", f"/{BASE}"]
+    columns += ["between", f"both\n/{BASE}"] if observed else []
     caption = (
-        f"round: {shape['layers']} layers, {shape['heads']} KV heads, {shape['query_heads']} query heads, d = "
-        f"{shape['head_dim']}, {shape['dtype']}; median ms. /{BASE}: median over turns, 95% bootstrap interval. "
-        "extra: beside the entries, all layers, and as a share of the entries' bytes. scratch: a round's peak beyond."
+        f"round: median ms of {shape['layers']} layers, {shape['heads']} KV heads, {shape['query_heads']} query heads, "
+        f"d = {shape['head_dim']}, {shape['dtype']}. /{BASE}: median over turns, 95% bootstrap interval. "
+        "extra: MiB beside the entries, all layers, and % of the entries' bytes. scratch: MiB, a round's peak beyond."
     )
     if observed:
-        caption += " between rounds: collecting signals of r tokens, without Python's hooks on the model."
-    title = f"Rounds of each policy, ms ({result['device']}, {result['threads']} threads)"
-    return make(title, columns, [cells(row) for row in result["rows"]], caption=caption)
+        caption += " between: ms to collect the signals of r tokens, without Python's hooks on the model."
+    first = rows[0]
+    what = f"r = {first['buffer']}" + ("" if several else f", K = {first['budget']}, batch {first['batch']}")
+    title = f"A round of each policy, ms of {result['clock']} time: {what} ({result['device']}, {threads} threads)"
+    return make(title, [*columns, "extra", "%", "scratch"], [cells(row) for row in rows], caption=caption)
 
 
-def _digits(value: float) -> str:
-    return ".2f" if value < 10 else ".1f" if value < 100 else ".0f"
+def _short(value: float) -> str:
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"

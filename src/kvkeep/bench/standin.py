@@ -215,10 +215,11 @@ class StandIn:
         """Peak of what one round allocates beyond what was there before."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-            before = torch.cuda.memory_allocated(self.device)
+            before = int(torch.cuda.memory_allocated(self.device))
             self.round()
-            return int(torch.cuda.max_memory_allocated(self.device) - before)
-        with _Peak() as seen:
+            return int(torch.cuda.max_memory_allocated(self.device)) - before
+        seen = _Peak()
+        with seen:
             self.round()
         return seen.peak
 

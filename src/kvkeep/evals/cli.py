@@ -129,7 +129,7 @@ def carry_out(
     """
     import json as json_module
 
-    from ..report.compare_files import FIGURES, write_all
+    from ..report.compare_files import figures, write_all
     from ..report.compare_tables import checked, terminal
     from .reading import read
     from .run import Interrupted, execute, prepare
@@ -152,7 +152,7 @@ def carry_out(
         out.print(made)
     out.print(reading, markup=False, highlight=False)
     out.print(f"\n{checked(summary['check'])}")
-    out.print(f"report: {folder / 'report.md'}   figures: {', '.join(str(folder / name) for name in FIGURES)}")
+    out.print(f"report: {folder / 'report.md'}   figures: {', '.join(str(folder / name) for name in figures(summary))}")
     if found := failures(summary):
         raise RuntimeError("\n".join(found))
     return summary

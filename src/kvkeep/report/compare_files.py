@@ -20,17 +20,26 @@ from .compare_tables import (
     score_rows,
 )
 from .files import write_json, write_text
+from .protection_plot import panels, protection_figure
 
-#: Names of the figures in a results folder.
+#: Figures that every results folder has.
 FIGURES = {"score.png": score_figure, "cost.png": cost_figure}
+#: Drawn where policies were run with and without a protected prompt.
+PROTECTION = "protection.png"
+
+
+def figures(summary: Mapping[str, Any]) -> list[str]:
+    """Names of the figures in the results folder."""
+    return [*FIGURES, *([PROTECTION] if panels(summary) else [])]
 
 
 def write_all(folder: Path, summary: Mapping[str, Any], reading: str, environment: Mapping[str, Any]) -> None:
     """Write ``cells.json``, ``report.md`` and the figures; each is whole or absent."""
     write_json(folder / "cells.json", {**summary, "reading": reading, "environment": environment})
-    for name, draw in FIGURES.items():
+    draw = {**FIGURES, PROTECTION: protection_figure}
+    for name in figures(summary):
         work = folder / f".{name}"
-        draw(summary, work)
+        draw[name](summary, work)
         os.replace(work, folder / name)
     write_text(folder / "report.md", report(summary, reading, environment))
 
@@ -38,6 +47,8 @@ def write_all(folder: Path, summary: Mapping[str, Any], reading: str, environmen
 def report(summary: Mapping[str, Any], reading: str, environment: Mapping[str, Any]) -> str:
     """The report in Markdown."""
     parts = ["# Comparison", reading, "![score against compression](score.png)", "![score against bytes](cost.png)"]
+    if panels(summary):
+        parts.append(f"![what protecting the prompt does to each policy]({PROTECTION})")
     for model, task, cells in groups(summary):
         parts.append(f"## {model}, {task}")
         parts.append(f"{cells[0]['n']} problems, {cells[0]['runs']} run(s) each; {methods(summary, cells)}.")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from ..protection import Protection
 from .trial import GROUP, HEADS, LAYERS, PROMPTS, TRACE, Frame, Kept, Trial, tiny_model
 
+T = TypeVar("T")
 CLOSE = 1e-5  # logits, absolute: leaving out one entry changes them by 0.01 and more
 
 
@@ -39,16 +40,7 @@ def invariants(trial: Trial, protect: str | None = None) -> None:
     for frame in frames:
         new = list(range(seen, seen + frame.columns))
         seen += frame.columns
-        held = sum(len(head) for heads in frame.kept[0] for head in heads) / (LAYERS * HEADS)
         lost = any(len(a) < len(b) + len(new) for a, b in zip(_flat(frame.kept[0]), _flat(before), strict=True))
-        rounds += lost
-        _expect(
-            not policy.evicts or held <= trial.total + trial.every,
-            f"a head holds {held} entries after {seen} tokens, more than K + r = {trial.total + trial.every}",
-        )
-        _expect(
-            not lost or held == trial.total + len(new), f"a round left {held - len(new)} entries, not {trial.total}"
-        )
         newest = set(range(max(0, seen - trial.every), seen))
         for i, heads in enumerate(frame.kept[0]):
             for h, head in enumerate(heads):
@@ -62,6 +54,18 @@ def invariants(trial: Trial, protect: str | None = None) -> None:
                 first_head = policy.scope in ("model", "layer")
                 same = frame.kept[0][0 if first_layer else i][0 if first_head else h]
                 _expect(head == same, f"{where}: scope {policy.scope!r} shares kept sets, but {head} is not {same}")
+        sizes = [[len(head) for head in heads] for heads in frame.kept[0]]
+        held = sum(map(sum, sizes)) / (LAYERS * HEADS)  # layers with budgets of their own keep K on average
+        alike = sizes if policy.splits else [_flat(sizes)]
+        _expect(all(len(set(s)) == 1 for s in alike), f"after {seen} tokens heads hold different numbers, {sizes}")
+        rounds += lost
+        _expect(
+            not policy.evicts or held <= trial.total + trial.every,
+            f"a head holds {held} entries after {seen} tokens, more than K + r = {trial.total + trial.every}",
+        )
+        _expect(
+            not lost or held == trial.total + len(new), f"a round left {held - len(new)} entries, not {trial.total}"
+        )
         before = frame.kept[0]
     _expect(rounds > 2 or not policy.evicts, f"only {rounds} rounds ran: lower the budget")
 
@@ -116,8 +120,8 @@ def _expect(holds: bool, message: str) -> None:
         raise AssertionError(message)
 
 
-def _flat(kept: Kept) -> list[list[int]]:
-    return [head for heads in kept for head in heads]
+def _flat(of_layers: Sequence[Sequence[T]]) -> list[T]:
+    return [of_head for heads in of_layers for of_head in heads]
 
 
 def _seen(frames: Sequence[Frame]) -> list[int]:

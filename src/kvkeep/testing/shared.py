@@ -25,7 +25,7 @@ def shared_checks(policy: Policy, total: int = 24, every: int = 4) -> list[Findi
 
     Args:
         policy: the method with its options.
-        total: K on the model, whose longest text has 54 tokens.
+        total: K on the model, whose longest text has 46 tokens.
         every: r and w there.
     """
     from .engine import ENGINE  # needs transformers, which made-up rounds do not

@@ -17,7 +17,7 @@ from ..hf.force import CACHE_ARGUMENT
 from ..policies import Policy
 
 LAYERS, HEADS, GROUP, VOCABULARY = 2, 2, 2, 97
-PROMPTS, TRACE = (9, 2, 6), 45
+PROMPTS, TRACE = (9, 2, 6), 37
 
 Kept = list[list[list[int]]]  # [layer][head] -> positions
 

@@ -10,6 +10,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -139,7 +140,7 @@ class Made:
     def view(self, shuffle: int = 0, seed: int = 0, rounds: int = 0, rubbish: int = 0) -> RoundView:
         """The round.
 
-        Another ``shuffle`` puts the same entries in other slots, another ``rubbish`` fills the empty ones with something
+        Another ``shuffle`` puts the same entries in other slots, another ``rubbish`` fills empty slots with something
         else. No score may notice either.
         """
         rng, empty = np.random.default_rng(1000 + shuffle), np.random.default_rng(9000 + rubbish)
@@ -266,24 +267,16 @@ def digests(policy: Policy, made: Made) -> None:
 
 
 def other_contents(made: Made) -> Made:
-    """The same positions with other keys, values, queries and numbers."""
+    """The same positions, whose keys, values and numbers have changed places; other queries."""
+
+    def turned(of: dict[int, Any]) -> dict[int, Any]:
+        return dict(zip(of, reversed(list(of.values())), strict=True))
+
+    def changed(e: Entries) -> Entries:
+        names = ("keys", "values", "received", "entropy", "evolution")
+        moved: dict[str, Any] = {name: turned(getattr(e, name)) for name in names}
+        return replace(e, queries=-e.queries, **moved)
+
     other = copy(made)
-    other.heads_of = [
-        [
-            [
-                replace(
-                    e,
-                    keys={p: -np.roll(k, 1) for p, k in e.keys.items()},
-                    values={p: -np.roll(v, 1) for p, v in e.values.items()},
-                    queries=-np.roll(e.queries, 1, axis=-1),
-                    received={p: 1 - x for p, x in e.received.items()},
-                    entropy={p: 5 - x for p, x in e.entropy.items()},
-                    evolution={p: 1 - x for p, x in e.evolution.items()},
-                )
-                for e in heads
-            ]
-            for heads in row
-        ]
-        for row in made.heads_of
-    ]
+    other.heads_of = [[[changed(e) for e in heads] for heads in row] for row in made.heads_of]
     return other
