@@ -276,7 +276,7 @@ def table(result: dict[str, Any]) -> Table:
 
     def cells(row: dict[str, Any]) -> list[object]:
         low, high = row[f"over_{BASE}_interval"]
-        ratio = f"{_short(row[f'over_{BASE}'])} [{_short(low)},{_short(high)}]"
+        ratio = f"{_short(row[f'over_{BASE}'])}\n[{_short(low)},{_short(high)}]"  # a wide table must fit 80 columns
         found: list[object] = [row["policy"].replace(":", "\n ").replace(",", "\n ")]
         found += [row["batch"], row["budget"]] if several else []
         found += [_short(row["round_ms"]), _short(row["layer_ms"]), "1" if row["policy"] == BASE else ratio]
@@ -286,18 +286,21 @@ def table(result: dict[str, Any]) -> Table:
         return [*found, f"{row['temporary_bytes'] / 2**20:.1f}"]
 
     columns = ["policy", *(["batch", "K"] if several else []), "round", "a\nlayer", f"/{BASE}"]
-    columns += ["between", f"both\n/{BASE}"] if observed else []
+    columns += ["between", "both"] if observed else []
     caption = (
         f"round: median ms of {shape['layers']} layers, {shape['heads']} KV heads, {shape['query_heads']} query heads, "
         f"d = {shape['head_dim']}, {shape['dtype']}. /{BASE}: median over turns, 95% bootstrap interval. "
-        "extra: MiB beside the entries, all layers, and % of the entries' bytes. scratch: MiB, a round's peak beyond."
+        "extra: MiB beside the entries, all layers, and % of the entries' bytes. peak: MiB, of a round's temporaries."
     )
     if observed:
-        caption += " between: ms to collect the signals of r tokens, without Python's hooks on the model."
+        caption += (
+            " between: ms to collect the signals of r tokens, without Python's hooks on the model. "
+            f"both: with the round, /{BASE}."
+        )
     first = rows[0]
     what = f"r = {first['buffer']}" + ("" if several else f", K = {first['budget']}, batch {first['batch']}")
     title = f"A round of each policy, ms of {result['clock']} time: {what} ({result['device']}, {threads} threads)"
-    return make(title, [*columns, "extra", "%", "scratch"], [cells(row) for row in rows], caption=caption)
+    return make(title, [*columns, "extra", "%", "peak"], [cells(row) for row in rows], caption=caption)
 
 
 def _short(value: float) -> str:
