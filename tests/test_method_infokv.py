@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,9 +12,11 @@ import pytest
 import torch
 
 from formulas.infokv import infokv, masses
+from formulas.rpc import rpc
 from formulas.snapkv import snapkv
+from kvkeep import Settings
 from kvkeep.budget import Budget, split
-from kvkeep.policies import InfoKV
+from kvkeep.policies import RPC, InfoKV
 from kvkeep.testing import Entries, Made, check_policy
 
 
@@ -26,6 +29,9 @@ from kvkeep.testing import Entries, Made, check_policy
         {"kernel": 3, "pool": "score"},
         {"kernel": 1, "heads": "layer", "alpha": 0.7},
         {"alpha": 0.0},
+        {"seen": "candidates", "kernel": 5, "alpha": 0.6},
+        {"reduce": "sum", "alpha": 0.2},
+        {"seen": "candidates", "pool": "score", "heads": "layer", "kernel": 3, "alpha": 0.5},
     ],
 )
 def test_kept_sets_follow_the_formula(options: dict[str, Any]) -> None:
@@ -39,6 +45,46 @@ def test_with_attention_alone_it_is_snapkv() -> None:
     """alpha = 1 leaves window-mean SnapKV with a kernel of 9."""
     agreement = check_policy(InfoKV(alpha=1.0), partial(snapkv, kernel=9))
     assert agreement.near < agreement.compared / 50
+
+
+def test_with_attention_alone_and_rpcs_options_it_is_rpc() -> None:
+    """What `Settings.published` runs, less the entropy, is RPC."""
+    options = {**InfoKV.published_options, "alpha": 1.0, "queries": 0}
+    agreement = check_policy(InfoKV(**options), rpc)
+    assert agreement.near < agreement.compared / 50
+    assert InfoKV().schedule(2048) == RPC().schedule(2048)
+    made = Settings.published("infokv", 2048)
+    assert made.options == dict(InfoKV.published_options)
+    assert made.make_policy().scope == "layer"
+
+
+def test_a_short_rows_attention_keeps_its_weight() -> None:
+    """Of 40 queries that could vote a row of 20 has 20: as if only 20 had been asked for."""
+    wide, narrow = Made([20], w=40, kept=16, seed=5), Made([20], w=20, kept=16, seed=5)
+    narrow.heads_of = [
+        [
+            [replace(e, queries=e.queries[:, 20:], query_positions=e.query_positions[20:]) for e in layer]
+            for layer in row
+        ]
+        for row in wide.heads_of
+    ]
+    scores = [InfoKV(alpha=0.5).score(made.view()) for made in (wide, narrow)]
+    assert torch.allclose(*scores, atol=1e-6)
+
+
+def test_in_the_last_layer_information_is_entropy_alone() -> None:
+    """There D = 0, so E = tau H."""
+
+    def of_entropy(row: Sequence[Sequence[Entries]]) -> list[list[dict[int, float]]]:
+        return [[{p: e.entropy[p] for p in e.candidates} for e in layer] for layer in row]
+
+    def still(made: Made) -> None:
+        for row in made.heads_of:
+            for layer in row:
+                for e in layer:
+                    e.evolution = dict.fromkeys(e.cached, 0.0)
+
+    check_policy(InfoKV(alpha=0.0, tau=0.7), of_entropy, prepare=still)
 
 
 def test_constant_entropy_ranks_by_change_alone() -> None:

@@ -18,7 +18,9 @@ from kvkeep.testing import Made, check_policy
 from test_method_snapkv import LONG
 
 
-@pytest.mark.parametrize("options", [{}, {"heads": "group"}, {"kernel": 1}, {"kernel": 3, "heads": "group"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"heads": "group"}, {"kernel": 1}, {"kernel": 3, "heads": "group"}, {"region": "cached"}]
+)
 def test_formula(options: dict[str, Any]) -> None:
     policy, formula = make_policy("rpc", options), partial(rpc, **options)
     for shapes in ({}, {"shapes": LONG}):

@@ -68,7 +68,9 @@ class Budget:
                 f"budget {self.total} is smaller than the window {self.window}, which is always kept. "
                 "Raise the budget or lower the window."
             )
-        if self.growth is not None and (not isinstance(self.growth, int | float) or not 1 <= self.growth < inf):
+        if self.growth is not None and (
+            isinstance(self.growth, bool) or not isinstance(self.growth, int | float) or not 1 <= self.growth < inf
+        ):
             raise ValueError(
                 f"growth must be a number of at least 1 (K grows by r / growth a round), got {self.growth!r}"
             )

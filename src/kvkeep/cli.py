@@ -126,7 +126,7 @@ def policies(json: JsonFile = None) -> None:
     out.print(
         table(
             "Policies (default: what kvkeep protects unless --protect says otherwise)",
-            ["name", "rule", "signals", "protects: paper", "here", "paper's schedule, K=2048"],
+            ["name", "rule", "must see", "paper protects", "here"],
             [
                 (
                     r["name"],
@@ -134,7 +134,6 @@ def policies(json: JsonFile = None) -> None:
                     ", ".join(r["signals"]) or "none",
                     r["published_protection"],
                     r["default_protection"],
-                    ", ".join(f"{k} {v}" for k, v in r["published_schedule"].items()) or "-",
                 )
                 for r in rows
             ],

@@ -9,15 +9,13 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from .budget import Budget, Scope
-from .policies import Policy, make_policy, option_names, register
+from .policies import Policy, make_policy, option_names, policies, register
 from .protection import Protection
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from .hf.cache import EvictCache
-
-_PREFILL_WINDOW = 64  # as SnapKV's and InfoKV's experiments have it
 
 
 @dataclass(frozen=True)
@@ -107,14 +105,15 @@ class Settings:
 
     @classmethod
     def published(cls, policy: str, budget: int, **values: Any) -> Settings:
-        """Settings with the schedule and the protection of the policy's own paper; ``values`` outrank both.
+        """Settings with the schedule, protection and options of the policy's own paper; ``values`` outrank them.
 
         Raises:
             ValueError: the paper's schedule does not fit the budget.
         """
-        made = make_policy(policy, values.get("options"))
+        options = {**policies()[policy].published_options, **values.pop("options", {})}
+        made = make_policy(policy, options)
         given = {"budget": budget, **made.schedule(budget), "protect": made.published_protection, **values}
-        return cls(policy=policy, **given)
+        return cls(policy=policy, options=options, **given)
 
     # ---- JSON -----------------------------------------------------------------------------------
 
@@ -180,7 +179,7 @@ class Settings:
         budget = self.make_budget()
         if budget is not None:
             return budget.window
-        return _PREFILL_WINDOW if self.window is None else self.window
+        return self.make_policy().prefill_window if self.window is None else self.window
 
     def cache(self, model: PreTrainedModel, samples: Sequence[int] | None = None) -> EvictCache:
         """A bounded cache for ``model``; ``reset()`` makes it ready for the next prompt."""

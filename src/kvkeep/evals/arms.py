@@ -90,8 +90,9 @@ class Arm:
 
     @property
     def schedule(self) -> str:
-        """``common``, or ``published`` where the arm has its paper's own schedule."""
-        return "published" if self.published else "common"
+        """``published`` where the arm has its paper's own schedule; ``common`` also where the paper has none."""
+        own = self.published and make_policy(self.policy, self.options).schedule(2**20)
+        return "published" if own else "common"
 
     def settings(self, budget: int | None, buffer: int | None, seed: int) -> Settings:
         """Settings of a cell.

@@ -116,12 +116,14 @@ class Looks:
 
     def check(self, keys: Tensor, view: RoundView) -> None:
         """Refuse what a policy returned if it has the wrong shape, or NaN."""
-        wanted = (len(view.streams), len(self.layers), self.info.heads, view.candidates // self.policy.slots_per_unit)
-        fits = keys.dim() == 4 and keys.shape[0] == wanted[0] and keys.shape[3] == wanted[3]
-        if not fits or keys.shape[1] not in (1, wanted[1]) or keys.shape[2] not in (1, wanted[2]):
+        scope = self.policy.scope
+        layers = 1 if scope in ("model", "head-of-all-layers") else len(self.layers)
+        heads = 1 if scope in ("model", "layer") else self.info.heads
+        wanted = [len(view.streams), layers, heads, view.candidates // self.policy.slots_per_unit]
+        if list(keys.shape) != wanted:
             raise ValueError(
-                f"policy {self.policy.name!r} returned keys of shape {list(keys.shape)}, expected {list(wanted)} "
-                "(layers and heads may be 1)"
+                f"policy {self.policy.name!r} returned keys of shape {list(keys.shape)}, expected {wanted} for its "
+                f"scope, {scope!r}"
             )
         # On a GPU the check would wait for the device at every round.
         if keys.device.type == "cpu" and keys.is_floating_point() and bool(keys.isnan().any()):

@@ -75,6 +75,7 @@ class Meter:
         rows = self.cache.rows
         for i, layer in enumerate(self.cache.evicting):
             most = max(limit + row.at_layer(i).shift for limit, row in zip(self._limits, rows, strict=True))
+            most += self.cache.settings.buffer if self.cache.policy.splits else 0  # see Rounds.shrink
             if layer.capacity > most:
                 raise RuntimeError(_BUG.format(f"layer {layer.number} has {layer.capacity} slots", most))
 

@@ -15,6 +15,7 @@ from .model import ModelInfo, Unsupported
 
 _CHANGING = ("dynamic", "longrope")  # frequencies that depend on the length of the text
 _PLACES = (0, 1, 777)
+_SAMPLE = 4096
 _TOLERANCE = 1e-3  # the model's angles are float32, ours float64
 
 
@@ -67,17 +68,15 @@ def head_width(attention: nn.Module) -> int:
 def fingerprint(info: ModelInfo) -> str:
     """A hash that tells the weights of a model from others', whatever type they are loaded in.
 
-    Of the first and the last evicting layer's key projection, in bfloat16: the calibration depends on all weights, and
-    no two trained models share these.
+    Of all parameters of the evicting layers' attention, and of a thin sample of every other parameter (one number in
+    4,096), in bfloat16. Queries depend on all of them, and fine-tuning (a merged LoRA, say) may change any.
     """
     digest = hashlib.sha256()
-    for number in (info.evicting[0], info.evicting[-1]):
-        for name, weight in sorted(info.attention[number].named_parameters()):
-            if any(name.startswith(part) for part in ("k_proj", "qkv_proj", "query_key_value", "c_attn")):
-                digest.update(name.encode())
-                digest.update(
-                    weight.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes()
-                )
+    whole = {id(p) for number in info.evicting for p in info.attention[number].parameters()}
+    for name, weight in sorted(info.decoder.named_parameters()):
+        numbers = weight.detach().reshape(-1)[:: 1 if id(weight) in whole else _SAMPLE]
+        digest.update(name.encode())
+        digest.update(numbers.to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -93,4 +92,5 @@ def facts(info: ModelInfo, rotary: bool) -> ModelFacts:
         width=head_width(attention) if hasattr(attention, "head_dim") else 0,
         rotary=find_rotary(info) if rotary else None,
         fingerprint=lambda: fingerprint(info),
+        depth=len(info.layers),
     )

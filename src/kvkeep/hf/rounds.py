@@ -197,7 +197,9 @@ class Rounds(Looks):
         for i, layer in enumerate(self.layers):
             seen = [row.at_layer(i) for row in rows]
             slots = max(bound(seen) or 0, *(row.cached for row in seen))
-            if layer.capacity > slots:
+            # Budgets of layers that go up and down with every round must not cost a copy of the layer each time.
+            slack = self.settings.buffer if self.policy.splits else 0
+            if layer.capacity > slots + slack:
                 layer.resize(slots)
         slots = max(layer.capacity for layer in self.layers)
         if self.store is not None and self.store.data.shape[-1] > slots:

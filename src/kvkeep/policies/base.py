@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -32,6 +33,8 @@ class Policy:
         default_protection: what kvkeep protects unless told otherwise.
         content_free: True if its kept positions do not depend on keys, values or queries.
         evicts: False for the full cache.
+        prefill_window: newest entries of a context that stay when it is compressed, unless settings say otherwise.
+        published_options: options of the method's own schedule, where these differ from the defaults.
         shown: options that are spelled out wherever the policy is named, since the method has several forms.
         digest_blocks: tokens of the prompt, and of the trace, that :meth:`digest` gets at once, for policies that name
             the signal ``digest``; None: it gets none of the trace.
@@ -45,6 +48,8 @@ class Policy:
     default_protection: ClassVar[str] = "prompt"
     content_free: ClassVar[bool] = False
     evicts: ClassVar[bool] = True
+    prefill_window: ClassVar[int] = 0
+    published_options: ClassVar[Mapping[str, Any]] = {}
     shown: ClassVar[tuple[str, ...]] = ()
     digest_blocks: ClassVar[tuple[int, int | None]] = (1024, None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -12,6 +13,7 @@ from ..budget import Budget
 from ..signals import ENTROPY, EVOLUTION, KEYS, POSITIONS, QUERIES, LayerView, RoundView
 from .base import Policy, PolicyScope
 from .options import choice, fraction, number, odd, truth, whole
+from .rpc import RPC
 from .snapkv import smoothed
 
 
@@ -32,6 +34,8 @@ class InfoKV(Policy):
             first token); 0: of the prediction made *at* it.
         final_norm: whether D compares with the last layer after the model's final norm. Default: before it.
         region: over what E's softmax runs: ``candidates``, or ``cached`` (everything that is held).
+        seen: over what attention's softmax runs: ``cached`` (SnapKV's way), or ``candidates`` (RPC's).
+        reduce: queries vote by their ``mean``, or by their ``sum``, which leaves E next to no weight.
         queries: how many of the newest queries vote; 0: the budget's window.
         kernel: positions that share attention, averaged (9 in the paper's prefill; odd, 1: none).
         pool: ``attention`` is pooled before it is mixed, or the whole ``score`` after.
@@ -47,6 +51,8 @@ class InfoKV(Policy):
     shift: int = 1
     final_norm: bool = False
     region: Literal["candidates", "cached"] = "candidates"
+    seen: Literal["cached", "candidates"] = "cached"
+    reduce: Literal["mean", "sum"] = "mean"
     queries: int = 0
     kernel: int = 9
     pool: Literal["attention", "score"] = "attention"
@@ -58,6 +64,14 @@ class InfoKV(Policy):
     paper: ClassVar[str] = "InfoKV (arXiv 2606.26875)"
     signals: ClassVar[frozenset[str]] = frozenset({POSITIONS, KEYS, QUERIES, ENTROPY, EVOLUTION})
     published_protection: ClassVar[str] = "prompt"
+    prefill_window: ClassVar[int] = 64
+    #: Its decoding follows RPC: one set a layer, by attention among candidates.
+    published_options: ClassVar[Mapping[str, Any]] = {
+        "heads": "layer",
+        "kernel": 7,
+        "seen": "candidates",
+        "queries": 32,
+    }
 
     def __post_init__(self) -> None:
         fraction(self, "alpha")
@@ -67,9 +81,11 @@ class InfoKV(Policy):
         odd(self, "kernel")
         for name in ("renormalise", "final_norm", "adaptive"):
             truth(self, name)
-        if isinstance(self.shift, bool) or self.shift not in (0, 1):
+        if type(self.shift) is not int or self.shift not in (0, 1):
             raise ValueError(f"shift is 1 (the prediction of a token) or 0 (the prediction at it), got {self.shift!r}")
         choice(self, "region", "candidates", "cached")
+        choice(self, "seen", "cached", "candidates")
+        choice(self, "reduce", "mean", "sum")
         choice(self, "pool", "attention", "score")
         choice(self, "heads", "head", "layer")
 
@@ -87,7 +103,7 @@ class InfoKV(Policy):
 
     def schedule(self, budget: int) -> dict[str, Any]:
         """Its decoding follows RPC: every 1,024 tokens, a quarter of what was generated stays."""
-        return {"budget": 1024 // 4 + 32, "buffer": 1024, "window": 32, "growth": 4.0, "scope": "trace"}
+        return RPC().schedule(budget)
 
     def query_window(self, budget: Budget) -> int:
         return self.queries or budget.window or budget.every
@@ -103,14 +119,29 @@ class InfoKV(Policy):
         return scores.mean(dim=2, keepdim=True) if self.heads == "layer" else scores
 
     def _layer(self, layer: LayerView) -> Tensor:
-        votes = layer.attention().mean(dim=(2, 3))  # [R, H, N]: a mean over the group of a mean over queries
-        attention = layer.ascending(votes.masked_fill_(layer.window, 0.0))
+        attention = layer.ascending(self._votes(layer))
         if self.pool == "attention":
-            attention = smoothed(attention, self.kernel, "avg")
+            attention = self._pooled(layer, attention)
         information = self._information(layer).masked_fill(~self._where(layer), float("-inf")).softmax(-1)
         information = layer.ascending(information.nan_to_num(nan=0.0))  # nothing to choose from
         score = self.alpha * attention + (1 - self.alpha) * information
-        return layer.candidates(smoothed(score, self.kernel, "avg") if self.pool == "score" else score)
+        return layer.candidates(self._pooled(layer, score) if self.pool == "score" else score)
+
+    def _votes(self, layer: LayerView) -> Tensor:
+        """Window attention, mean over the group, [R, H, N] by slot; the window itself gets none."""
+        assert layer.query_positions is not None
+        weights = layer.attention(layer.eligible if self.seen == "candidates" else None)
+        votes = weights.sum(dim=3).mean(dim=2).masked_fill_(layer.window, 0.0)
+        if self.reduce == "mean":  # over the queries there are: a short row has fewer
+            votes /= (layer.query_positions >= 0).sum(-1)[:, None, None]
+        return votes
+
+    def _pooled(self, layer: LayerView, line: Tensor) -> Tensor:
+        """Average of neighbours; where only candidates are seen, of neighbouring candidates."""
+        if self.seen == "cached":
+            return smoothed(line, self.kernel, "avg")
+        near = smoothed(layer.candidates(line) * layer.there(), self.kernel, "avg")
+        return torch.zeros_like(line).scatter_(-1, layer.places, near)
 
     def _where(self, layer: LayerView) -> Tensor:
         assert layer.eligible is not None

@@ -42,7 +42,7 @@ class KeyDiff(Policy):
     def _layer(self, layer: LayerView) -> Tensor:
         unit = layer.keys.float()
         unit = unit / unit.norm(dim=-1, keepdim=True).clamp_min(1e-12)
-        unit = unit * layer.filled[..., None]
+        unit = unit.masked_fill(~layer.filled[..., None], 0.0)
         anchor = unit.sum(dim=2, keepdim=True)  # [R, H, 1, D]; its length does not change a cosine
         anchor = anchor / anchor.norm(dim=-1, keepdim=True).clamp_min(1e-12)
         return layer.candidates(layer.ascending(-(unit * anchor).sum(-1)))

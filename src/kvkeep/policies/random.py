@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ class RandomAttention(Policy):
     def __post_init__(self) -> None:
         if self.draw not in get_args(Draw):
             raise ValueError(f"draw must be one of {', '.join(get_args(Draw))}, got {self.draw!r}")
-        if self.groups is not None and (not isinstance(self.groups, int) or self.groups < 1):
+        if self.groups is not None and (type(self.groups) is not int or self.groups < 1):
             raise ValueError(f"groups must be a whole number of at least 1, got {self.groups!r}")
         if self.groups is not None and self.draw != "head":
             raise ValueError(f"groups={self.groups} goes with draw='head', got draw={self.draw!r}")
@@ -67,6 +67,9 @@ class RandomAttention(Policy):
                 raise ValueError(f"unit={self.unit} does not divide the {label} of {value}: use a divisor of all three")
         if self.unit > 1 and budget.growth is not None:
             raise ValueError(f"unit={self.unit} needs a constant budget: use growth=None or unit=1")
+
+    def schedule(self, budget: int) -> dict[str, Any]:
+        return {"buffer": 64, "window": 64}
 
     def draw_keys(self, view: RoundView) -> Tensor:
         layers, heads = view.layers, view.heads

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ class Recency(Policy):
     @property
     def scope(self) -> PolicyScope:
         return "model"
+
+    def schedule(self, budget: int) -> dict[str, Any]:
+        return {"buffer": 1, "window": 1}  # at every token
 
     def score(self, view: RoundView) -> Tensor:
         assert view.positions is not None  # declared in `signals`

@@ -55,6 +55,7 @@ class RKV(Policy):
     paper: ClassVar[str] = "R-KV (arXiv 2505.24133)"
     signals: ClassVar[frozenset[str]] = frozenset({POSITIONS, KEYS, QUERIES})
     published_protection: ClassVar[str] = "none"
+    prefill_window: ClassVar[int] = 8
 
     def __post_init__(self) -> None:
         fraction(self, "lam")

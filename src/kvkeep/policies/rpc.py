@@ -30,6 +30,7 @@ class RPC(Policy):
     Args:
         queries: R, newest queries that vote.
         kernel: candidates that share their scores (odd).
+        region: what shares the softmax: ``candidates`` (the code), or everything that is ``cached``.
         heads: ``layer``: all heads of a layer share one kept set (the code's default, ``all``); ``group``: one a KV
             head, the mean over its query heads.
     """
@@ -37,17 +38,20 @@ class RPC(Policy):
     queries: int = 32
     kernel: int = 7
     heads: Literal["layer", "group"] = "layer"
+    region: Literal["candidates", "cached"] = "candidates"
 
     name: ClassVar[str] = "rpc"
     rule: ClassVar[str] = "keep what the newest queries attend to among the candidates, one set a layer"
     paper: ClassVar[str] = "RPC (arXiv 2505.13866)"
     signals: ClassVar[frozenset[str]] = frozenset({POSITIONS, KEYS, QUERIES})
     published_protection: ClassVar[str] = "prompt"
+    prefill_window: ClassVar[int] = 32
 
     def __post_init__(self) -> None:
         whole(self, "queries", 1)
         odd(self, "kernel")
         choice(self, "heads", "layer", "group")
+        choice(self, "region", "candidates", "cached")
 
     @property
     def scope(self) -> PolicyScope:
@@ -66,8 +70,9 @@ class RPC(Policy):
 
     def _layer(self, layer: LayerView) -> Tensor:
         assert layer.eligible is not None  # or all would share the softmax
-        votes = layer.attention(among=layer.eligible).sum(dim=3).mean(dim=2)  # [R, H, N]
-        votes = layer.chosen(votes)  # zeros in the padding of short rows
+        among = layer.eligible if self.region == "candidates" else None
+        votes = layer.attention(among).sum(dim=3).mean(dim=2)  # [R, H, N]
+        votes = layer.chosen(votes) * layer.there()  # nothing behind the candidates of short rows
         if self.heads == "layer":
             votes = votes.mean(dim=1, keepdim=True)
         return smoothed(votes, self.kernel, "avg")

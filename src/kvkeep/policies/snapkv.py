@@ -42,6 +42,7 @@ class SnapKV(Policy):
     paper: ClassVar[str] = "SnapKV (arXiv 2404.14469)"
     signals: ClassVar[frozenset[str]] = frozenset({POSITIONS, KEYS, QUERIES})
     published_protection: ClassVar[str] = "none"
+    prefill_window: ClassVar[int] = 64
 
     def __post_init__(self) -> None:
         whole(self, "queries", 0)

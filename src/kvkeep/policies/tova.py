@@ -25,6 +25,7 @@ class TOVA(Policy):
     paper: ClassVar[str] = "TOVA (arXiv 2401.06104)"
     signals: ClassVar[frozenset[str]] = frozenset({POSITIONS, KEYS, QUERIES})
     published_protection: ClassVar[str] = "none"
+    prefill_window: ClassVar[int] = 1
 
     @property
     def scope(self) -> PolicyScope:

@@ -50,6 +50,7 @@ class VaSE(Policy):
     paper: ClassVar[str] = "VaSE-AttnV (arXiv 2606.03928)"
     signals: ClassVar[frozenset[str]] = frozenset({POSITIONS, KEYS, VALUES, QUERIES})
     published_protection: ClassVar[str] = "none"
+    prefill_window: ClassVar[int] = 64
 
     def __post_init__(self) -> None:
         fraction(self, "reserve")
@@ -66,7 +67,7 @@ class VaSE(Policy):
     def score(self, view: RoundView) -> Tensor:
         words = apart(round_words(view.seed, view.streams, view.layers, view.heads, view.rounds), PURPOSE)
         columns = torch.arange(view.candidates, dtype=torch.int32, device=words.device)
-        large = torch.tensor([int(self.reserve * kept) for kept in view.kept], device=words.device)
+        large = torch.tensor([int(self.reserve * kept + 1e-9) for kept in view.kept], device=words.device)
 
         def of_layer(layer: LayerView) -> Tensor:
             weights = layer.candidates(self.weights(layer))
@@ -97,7 +98,7 @@ class VaSE(Policy):
             Rank of each candidate, int64 [R, H, C], and how many of the highest are reserved, [R, H, 1].
         """
         assert layer.values is not None
-        spread = layer.chosen((layer.values.amax(-1) - layer.values.amin(-1)).float())
+        spread = layer.chosen(layer.values.amax(-1).float() - layer.values.amin(-1).float())
         there = layer.there()
         sinks = (layer.chosen(layer.positions) < self.sinks) & there
         spread = spread.masked_fill(sinks, float("inf")).masked_fill(~there, float("-inf"))
