@@ -134,7 +134,7 @@ def test_the_context_without_the_question(name: str) -> None:
 
 @pytest.mark.parametrize("name", list(POLICIES))
 def test_a_padded_batch_equals_each_row_alone(name: str) -> None:
-    model, lengths = tiny("llama"), [N, 17, 24]
+    model, lengths = tiny("llama"), [N, 22, 24]
     trace = prompt(12, seed=4)
     rows = [torch.cat([prompt(n, seed=n), trace], dim=1) for n in lengths]
     ids, mask = left_pad(rows).values()
@@ -239,3 +239,115 @@ def test_refusals() -> None:
         step(model, cache, ids)
         with pytest.raises(ValueError, match=r"prefill_keep=0.1 of a context of 30 tokens is 3 entries, and 8"):
             step(model, cache, ids[:, :1])
+
+
+# ---- what a review found -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["snapkv", "random", "pyramidkv"])
+def test_pins_survive_the_compression(name: str) -> None:
+    """Pinned positions of the context stay in every head and layer, and those still to come take no room."""
+    model, ids = tiny("llama"), prompt(40, seed=3)
+    frames, _ = run(model, name, ids, [N, 1, 1], protect="pin:3-7,60-80")
+    visible = check_logits("llama", frames, ids)
+    assert visible[:, :, N, 3:7].all()
+
+
+def test_pins_survive_budgets_of_layers() -> None:
+    model, ids = tiny("llama"), prompt(90, seed=3)
+    values = {"budget": 40, "buffer": 8, "protect": "sinks:2+pin:10-30"}
+    with kvkeep.evict(model, "pyramidkv", **values) as cache, taped(model, cache) as frames:
+        step(model, cache, ids[:, :12])
+        for t in range(12, 90):
+            step(model, cache, ids[:, t : t + 1])
+    assert seen_sets(frames, 0)[:, :, 89, [0, 1, *range(10, 30)]].all()
+
+
+def test_what_does_not_go_with_it() -> None:
+    model = tiny("llama")
+    with pytest.raises(ValueError, match="use unit=1"):
+        Settings("random", prefill_keep=0.4, options={"unit": 4})
+    with pytest.raises(ValueError, match="groups=3 does not divide"), kvkeep.evict(model, prefill_keep=0.4, groups=3):
+        pass
+    keep = torch.ones(1, 1, 1, 5, dtype=torch.bool)
+    with pytest.raises(ValueError, match="pin positions"), kvkeep.evict(model, prefill_keep=0.4, keep=keep):
+        pass
+    for length in (-5, 0):
+        with pytest.raises(ValueError, match=f"context_length={length}"):
+            kvkeep.evict(model, prefill_keep=0.4, context_length=length).__enter__()
+    with pytest.raises(ValueError, match="context_length=9"):
+        kvkeep.evict(model, budget=40, buffer=4, context_length=9).__enter__()
+    with kvkeep.evict(model, "snapkv", prefill_keep=0.4) as cache:
+        step(model, cache, prompt(100))
+        with pytest.raises(ValueError, match="the newest 64 stay in any case: nothing is left to choose"):
+            step(model, cache, prompt(1))
+
+
+def test_windows_of_a_policys_own() -> None:
+    """SnapKV keeps its 64 newest, KeyDiff none that do not score."""
+    assert Settings("snapkv", prefill_keep=0.4).prefill_window == 64
+    assert Settings("keydiff", prefill_keep=0.4).prefill_window == 0
+    assert Settings("tova", prefill_keep=0.4).prefill_window == 1
+    assert Settings("keydiff", prefill_keep=0.4, window=5).prefill_window == 5
+    frames, _ = run(tiny("llama"), "keydiff", prompt(40, seed=3), [N, 1], window=None)
+    assert not seen_sets(frames, 0)[:, :, N, N - W : N].all()
+
+
+@pytest.mark.parametrize("name", ["expected", "beaconkv", "triattention"])
+def test_the_questions_queries_reach_the_digest(name: str) -> None:
+    """After a context of its own: what the digest holds is of context and question both."""
+    model, ids, states = tiny("llama"), prompt(60, seed=3), []
+    for context in (None, 24):
+        values = {"prefill_keep": 1.0, "window": W, "budget": 200, "buffer": 4, "context_length": context}
+        with kvkeep.evict(model, name, **values) as cache:
+            for first, end in ((0, 24), (24, 36)):
+                with cache.as_prompt():
+                    step(model, cache, ids[:, first:end])
+            for t in range(36, 60):
+                step(model, cache, ids[:, t : t + 1])
+            states.append(cache.watch.digests.get(0, [0]))
+            assert cache.watch.digests.pending(0) == (
+                24 % cache.policy.digest_blocks[1] if name != "triattention" else 0
+            )
+    if name == "beaconkv":  # other blocks, other beacons; but none is of the question alone
+        assert states[0].shape == states[1].shape
+    else:
+        close(states[0], states[1], 1e-3)
+
+
+def test_two_questions_draw_apart_and_contexts_alike() -> None:
+    """Rounds draw from the whole prompt; what stays of a context depends neither on the question nor on the batch."""
+    model, context, trace = tiny("llama"), prompt(20, seed=3), prompt(60, seed=9)
+    rows = [torch.cat([context, prompt(6, seed=s), trace], dim=1) for s in (1, 2)]
+    values = {"prefill_keep": 0.5, "context_length": 20, "budget": 20, "buffer": 4, "seed": 7}
+    kept = []
+    for batch in (rows[:1], rows[1:], rows):
+        ids = torch.cat(batch)
+        with kvkeep.evict(model, "random", **values) as cache, taped(model, cache) as frames:
+            for first, end in ((0, 20), (20, 26)):
+                with cache.as_prompt():
+                    step(model, cache, ids[:, first:end])
+            for t in range(26, 60):
+                step(model, cache, ids[:, t : t + 1])
+            kept.append([[f.kept[row] for f in frames] for row in range(len(batch))])
+    assert torch.equal(kept[0][0][1], kept[1][0][1]), "the context's share"
+    assert not torch.equal(kept[0][0][-1], kept[1][0][-1]), "rounds of the trace"
+    for row in range(2):
+        assert all(torch.equal(a, b) for a, b in zip(kept[row][0], kept[2][row], strict=True))
+
+
+def test_reset_forgets_the_context() -> None:
+    model, ids = tiny("qwen3"), prompt(40, seed=3)
+    cache = Settings("snapkv", prefill_keep=KEEP, window=W).cache(model)
+    cache.prefill(ids[:, :24], chunk=10)
+    cache.reset()
+    generate(model, cache, ids, 5)
+    assert cache.stats()["compressed"] == [16]
+    cache.reset()
+    cache.prefill(ids[:, :39])  # one token is left of the prompt
+    generate(model, cache, ids, 5)
+    assert cache.stats()["prompt"] == [40]
+    assert cache.stats()["compressed"] == [16]
+    with pytest.raises(ValueError, match="reset"):
+        cache.prefill(ids)
+    cache.close()

@@ -177,7 +177,9 @@ def test_hooks_go_and_bytes_are_counted(name: str) -> None:
             held += list(watch.ring._data.values())
         if watch.digests is not None:
             held += list(watch.digests._state.values())
-            held += [q for parts in watch.digests._tail.values() for q, _ in parts]
+            held += [t for parts in watch.digests._tail.values() for part in parts for t in part]
+        if watch.predictions is not None and watch.predictions.before is not None:
+            held.append(watch.predictions.before)
         moves = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
                  for m in cache._rounds._ahead.values() for t in (m.src, m.dst)}  # fmt: skip
         found = cache.stats()["bytes"]

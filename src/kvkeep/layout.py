@@ -165,15 +165,24 @@ class Row:
         assert self.keep is not None
         start = round_up(self.protected, self.unit)
         kept = min(self.cached, round_up(ceil(self.keep * self.cached), self.unit))
-        if kept <= self._held(self.protected):
+        if self.cached == 0:
+            raise ValueError("a row of the batch has no token in the context that prefill_keep is to compress")
+        held = start + self.protection.pinned(self.first_protected, self.seen)
+        if kept <= held:
             raise ValueError(
                 f"prefill_keep={self.keep} of a context of {self.cached} tokens is {kept} entries, and "
-                f"{self._held(self.protected)} are protected: keep more or protect less"
+                f"{held} are protected: keep more or protect less"
             )
-        window = min(self.keep_window, kept - start)
         if kept == self.cached:
             self.compressed = kept
             return None
+        window = self.keep_window
+        if window and kept <= held + window:
+            raise ValueError(
+                f"prefill_keep={self.keep} of a context of {self.cached} tokens is {kept} entries, of which {held} are "
+                f"protected and the newest {window} stay in any case: nothing is left to choose. Keep more, or pass a "
+                "smaller window="
+            )
         candidates = self.cached - window - start
         return Round(self.rounds, start, candidates, self.cached - kept, window, prefill=True)
 
@@ -236,6 +245,11 @@ class Row:
         Raises:
             ValueError: the new turn does not fit beside the protected prefix and the window.
         """
+        if self.held and self._turns_are_protected:
+            raise ValueError(
+                "layers have their own budgets by now, so a later turn cannot be protected: use protect='none', which "
+                "appends it, or a policy with one budget for all layers"
+            )
         if self.keep is not None and self._turns_are_protected:
             raise ValueError("a second turn after prefill_keep needs protect='none' or sinks: it is appended as it is")
         if self.asked is None:

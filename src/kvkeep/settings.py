@@ -79,6 +79,8 @@ class Settings:
             raise ValueError(f"prefill_keep is the share of the context that stays, above 0 and up to 1, got {keep!r}")
         if not self.make_policy().evicts:
             raise ValueError(f"policy {self.policy!r} evicts nothing: leave out prefill_keep")
+        if self.make_policy().slots_per_unit > 1:
+            raise ValueError("prefill_keep compresses to any number of entries: use unit=1")
         if self.protection.share:
             raise ValueError(
                 f"protect={self.protect!r} keeps the prompt that prefill_keep is to compress: use none or sinks:4"

@@ -189,7 +189,7 @@ class StandIn:
     def round(self) -> None:
         """The round that is due in every row."""
         due = {i: row.next_round() for i, row in enumerate(self.rows)}
-        held = self.rounds.run(due, self.rows, self.streams, 0, self.columns)
+        held = self.rounds.run(due, self.rows, self.streams.get(len(self.rows)), 0, self.columns)
         for i, event in due.items():
             self.rows[i].apply(event, held.get(i, ()))
         self.rounds.shrink(self.rows)

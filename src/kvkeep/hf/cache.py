@@ -52,8 +52,8 @@ class EvictCache(Forwards):
         self.context_length: int | None = None
         refuse_signals(self.policy)
         self.info = examine(model)
-        if self.budget is not None:
-            self.policy.check(self.info.heads, self.budget)
+        window = settings.prefill_window
+        self.policy.check(self.info.heads, self.budget or Watch.only_prefill(window))
         known = facts(self.info, rotary=bool({ROTARY, DIGEST} & self.policy.signals))
         self.policy.check_model(known)
         layers = list(self.info.layers)
@@ -65,7 +65,6 @@ class EvictCache(Forwards):
             layers[number] = EvictingLayer(number, self.info.heads, part, lambda: owner._columns, numbers)
             self.evicting.append(layers[number])
         super().__init__(layers=layers)
-        window = settings.prefill_window
         self.watch = Watch(self.policy, self.info, self.evicting, self.budget, window, known.rotary)
         self._rounds = Rounds(self.policy, settings, self.info, self.evicting, self.watch)
         self._samples = samples
@@ -101,7 +100,7 @@ class EvictCache(Forwards):
         """Forwards inside are trace, whatever their size: teacher forcing in chunks."""
         return self._as("trace")
 
-    def prefill(self, ids: Tensor, attention_mask: Tensor | None = None) -> None:
+    def prefill(self, ids: Tensor, attention_mask: Tensor | None = None, chunk: int | None = None) -> None:
         """Feed the context of a request alone, so that ``prefill_keep`` compresses it without the question.
 
         Then hand the whole prompt, context first, to ``generate`` with this cache: it feeds what is new.
@@ -109,16 +108,28 @@ class EvictCache(Forwards):
         Args:
             ids: int64 [B, n], the context, padded on the left.
             attention_mask: [B, n], 0 for padding.
+            chunk: columns fed at once; all by default. It bounds what a policy needs of hidden states.
         """
-        model = self.info.decoder
+        if self.settings.prefill_keep is None:
+            raise ValueError("prefill() compresses a context: say how much stays, e.g. prefill_keep=0.4")
         if self._columns:
             raise ValueError(f"prefill() begins a request, but {self._columns} tokens were seen: call reset() first")
-        self.context_length = ids.shape[1]
+        if ids.dim() != 2 or ids.shape[1] == 0:
+            raise ValueError(
+                f"prefill() takes token ids [rows, columns] with at least one column, got {list(ids.shape)}"
+            )
+        n, model = ids.shape[1], self.info.decoder
+        name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
         positions = None if attention_mask is None else (attention_mask.cumsum(1) - 1).clamp(min=0)
         with torch.no_grad(), self.as_prompt():
-            name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-            more = {} if positions is None else {"position_ids": positions}
-            model(ids, attention_mask=attention_mask, use_cache=True, **{name: self}, **more)
+            for first in range(0, n, chunk or n):
+                end = min(n, first + (chunk or n))
+                told: dict[str, Any] = {name: self, "use_cache": True}
+                if attention_mask is not None and positions is not None:
+                    told |= {"attention_mask": attention_mask[:, :end], "position_ids": positions[:, first:end]}
+                model(ids[:, first:end], **told)
+        self.watch.settle(anybody=True)
+        self._context = n
 
     @contextmanager
     def _as(self, mode: str) -> Iterator[None]:
@@ -147,7 +158,7 @@ class EvictCache(Forwards):
 
     def kept_positions(self, row: int = 0) -> Tensor:
         """Positions that are still cached, ascending: int32 [L, H, n] on the CPU (L evicting layers)."""
-        return self._rounds.kept_positions(row, self.rows, self._streams)
+        return self._rounds.kept_positions(row, self.rows)
 
     def stats(self, positions: bool = False) -> dict[str, Any]:
         """What the cache did and what it costs.

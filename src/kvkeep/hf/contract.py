@@ -16,6 +16,7 @@ from .reader import Reader
 from .rounds import Rounds
 from .step import Step
 from .streams import Streams
+from .watch import Watch
 
 
 class Contract(Cache):
@@ -25,6 +26,7 @@ class Contract(Cache):
     _samples: Sequence[int] | None
     _reader: Reader | None
     _rounds: Rounds
+    watch: Watch
     _streams: Streams
     _step: Step | None
     _columns: int
@@ -61,6 +63,7 @@ class Contract(Cache):
 
     def _select(self, indices: Tensor) -> None:
         order = indices.tolist()
+        self.watch.settle(anybody=True)
         for layer in self.layers:
             layer.reorder_cache(indices)
         self.rows = [replace(self.rows[i]) for i in order]

@@ -38,6 +38,7 @@ class Digests:
 
     def add_prompt(self, layer: int, queries: Tensor, pads: Sequence[int]) -> None:
         """Take prompt queries [B, H_q, q, D] after RoPE, of which ``pads`` columns a row are padding."""
+        self._open(layer)
         states = self._states.setdefault(layer, [None] * self.rows)
         waiting = self._waiting.setdefault(layer, [[] for _ in range(self.rows)])
         at = self._at.setdefault(layer, [0] * self.rows)
@@ -61,12 +62,19 @@ class Digests:
         with torch.inference_mode(False), torch.no_grad():
             return self.policy.digest(state, self.rotary.unrotate(queries.clone(), positions[:, None]), positions)
 
+    def _open(self, layer: int) -> None:
+        """More of the prompt follows a context whose digest was asked for."""
+        if layer in self._state:
+            state = self._state.pop(layer)
+            self._states[layer] = [state[row : row + 1] for row in range(self.rows)]
+            self._waiting[layer] = [[] for _ in range(self.rows)]
+
     def _close(self, layer: int) -> None:
         """The prompt has ended: what waits is its last block."""
         if layer in self._state or layer not in self._states:
             return
         states = self._states.pop(layer)
-        waiting, at = self._waiting.pop(layer), self._at.pop(layer)
+        waiting, at = self._waiting.pop(layer), self._at[layer]
         for row in range(self.rows):
             self._flush(states, waiting, at, row)
         self._state[layer] = torch.cat([state for state in states if state is not None])
@@ -83,7 +91,7 @@ class Digests:
             n = min(self.trace_block - self.pending(layer), queries.shape[2])
             part, queries = queries.split([n, queries.shape[2] - n], dim=2)
             at, positions = positions.split([n, positions.shape[1] - n], dim=1)
-            tail.append((part.detach(), at))
+            tail.append((part.detach().clone(), at.clone()))  # slices would hold on to the whole forward
             if self.pending(layer) == self.trace_block:
                 block, places = (
                     torch.cat(parts, dim=i) for parts, i in zip(zip(*tail, strict=True), (2, 1), strict=True)
@@ -110,7 +118,7 @@ class Digests:
         for layer in self._states:
             self._states[layer] = [self._states[layer][i] for i in order]
             self._waiting[layer] = [list(self._waiting[layer][i]) for i in order]
-            self._at[layer] = [self._at[layer][i] for i in order]
+        self._at = {layer: [at[i] for i in order] for layer, at in self._at.items()}
         self._state = {layer: state[order] for layer, state in self._state.items()}
         self._tail = {layer: [(q[order], at[order]) for q, at in parts] for layer, parts in self._tail.items()}
 
@@ -119,5 +127,5 @@ class Digests:
         """Bytes it takes."""
         tensors = [s for states in self._states.values() for s in states if s is not None]
         tensors += [part for rows in self._waiting.values() for row in rows for part in row]
-        tensors += [*self._state.values(), *(q for parts in self._tail.values() for q, _ in parts)]
-        return sum(t.numel() * t.element_size() for t in tensors)
+        tensors += [*self._state.values(), *(t for parts in self._tail.values() for part in parts for t in part)]
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())

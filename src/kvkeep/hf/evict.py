@@ -54,7 +54,12 @@ def evict(
     Raises:
         ValueError: something does not fit; nothing has run yet.
     """
-    cache = Settings.of(policy, **values).cache(model, None if samples is None else list(samples))
+    settings = Settings.of(policy, **values)
+    if context_length is not None and (settings.prefill_keep is None or context_length < 1):
+        raise ValueError(
+            f"context_length={context_length}: it is the number of columns, at least 1, that prefill_keep compresses"
+        )
+    cache = settings.cache(model, None if samples is None else list(samples))
     cache.prompt_length, cache.context_length = prompt_length, context_length
     try:
         cache.override(keep, forget)

@@ -31,7 +31,7 @@ class Forwards(Contract):
     policy: Policy
     budget: Budget | None
     prompt_length: int | None
-    context_length: int | None
+    context_length: int | None  # for every request
     info: ModelInfo
     watch: Watch
     evicting: list[EvictingLayer]
@@ -43,6 +43,7 @@ class Forwards(Contract):
         self._step: Step | None = None
         self._moving = False  # from the first move of a round to the end of its forward
         self._columns = 0
+        self._context: int | None = None  # columns of this request's context, if `prefill` fed it
         self._padded = False
         self._peak = 0
         self._mode: Any = None
@@ -63,6 +64,11 @@ class Forwards(Contract):
     def _note_peak(self) -> None:
         extra = self._rounds.positions_nbytes + self._rounds.state_nbytes
         self._peak = max(self._peak, self.nbytes() + extra)
+
+    @property
+    def in_prompt(self) -> bool:
+        """Whether no trace token has been fed yet."""
+        return self._reader is None or not self._reader.in_trace
 
     @property
     def step(self) -> Step | None:
@@ -169,7 +175,7 @@ class Forwards(Contract):
 
     def _split_context(self, q: int, reading: Reading) -> None:
         """Compress the context before what follows it is fed."""
-        end = self.context_length
+        end = self._context_end
         if self.settings.prefill_keep is None:
             return
         if reading.prompt < q:
@@ -183,16 +189,20 @@ class Forwards(Contract):
                 f"a forward of columns {self._columns} to {self._columns + q} crosses the end of the context at {end}: "
                 "feed the context by itself first, cache.prefill(ids[:, :context_length]) does it"
             )
-        if self._columns == end:
-            self._compress()
+        if self._columns == end and any(row.needs_compression for row in self.rows):
+            self._compress(self._streams.of_context(len(self.rows)))
 
-    def _compress(self) -> None:
+    @property
+    def _context_end(self) -> int | None:
+        return self.context_length if self._context is None else self._context
+
+    def _compress(self, streams: Tensor) -> None:
         """Cut contexts down to the share that ``prefill_keep`` leaves them."""
         due = {
             i: event for i, row in enumerate(self.rows) if row.needs_compression and (event := row.next_compression())
         }
         if due:
-            self._carry_out(due)
+            self._carry_out(due, streams)
             self._rounds.shrink(self.rows)
 
     def _trace(self, q: int) -> Step:
@@ -202,7 +212,7 @@ class Forwards(Contract):
             raise ValueError(too_long(q, space))
         due = {i: row.next_round() for i, row in enumerate(self.rows) if row.needs_round()}
         if due:
-            self._carry_out(due)
+            self._carry_out(due, self._streams.get(len(self.rows)))
             self._rounds.shrink(self.rows)
         before = [replace(row) for row in self.rows]
         for row in self.rows:
@@ -219,12 +229,12 @@ class Forwards(Contract):
         """The prompt has ended: compress it, unless its context was."""
         if self.settings.prefill_keep is None or not any(row.needs_compression for row in self.rows):
             return
-        if self.context_length is not None and self.context_length > self._columns:
+        if self._context_end is not None and self._context_end > self._columns:
             raise ValueError(
-                f"context_length={self.context_length}, but the prompt has {self._columns} columns: it counts those "
+                f"context_length={self._context_end}, but the prompt has {self._columns} columns: it counts those "
                 "columns of the prompt that are compressed"
             )
-        self._compress()
+        self._compress(self._streams.get(len(self.rows)))
 
     def _turn(self, q: int) -> Step:
         rows = [replace(row) for row in self.rows]
@@ -234,7 +244,7 @@ class Forwards(Contract):
             row.add_turn(q)
         self._rounds.masks.check_budget(after)
         if events:
-            self._carry_out(events, spare=q)
+            self._carry_out(events, self._streams.get(len(self.rows)), spare=q)
         before = [replace(row) for row in self.rows]
         for i, row in enumerate(self.rows):
             self._rounds.note_turn(i, row, q)
@@ -249,8 +259,8 @@ class Forwards(Contract):
 
         return by_layer(len(self.evicting), self.rows, make)
 
-    def _carry_out(self, events: dict[int, Round], spare: int = 0) -> None:
+    def _carry_out(self, events: dict[int, Round], streams: Tensor, spare: int = 0) -> None:
         self._moving = True
-        held = self._rounds.run(events, self.rows, self._streams, spare, self._columns)
+        held = self._rounds.run(events, self.rows, streams, spare, self._columns)
         for i, event in events.items():
             self.rows[i].apply(event, held.get(i, ()))

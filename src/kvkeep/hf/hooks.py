@@ -43,8 +43,9 @@ class Hooks:
                 self.thread = 0
             if owner is None or not isinstance(kwargs, dict):
                 return
-            owner.watch.settle()  # whatever the output layer does from now on belongs to this forward
             given = {**kwargs, **signature.bind_partial(*args).arguments} if args else kwargs
+            # Whatever the output layer does from now on in this thread belongs to this forward.
+            owner.watch.settle(anybody=_passed(given) is owner)
             if _passed(given) is owner:
                 self.thread = get_ident()
                 _begin(owner, given)
@@ -82,6 +83,8 @@ class Hooks:
         self._handles += [m.register_forward_hook(self._hidden(reference, n)) for n, m in watch.blocks.items()]
         if watch.predictions is not None:
             self._handles.append(watch.predictions.head.register_forward_hook(_predicted(reference)))
+            if info.model is not None:
+                self._handles.append(info.model.register_forward_hook(_compared(reference), with_kwargs=True))
         self._finalizer = weakref.finalize(cache, _remove, self._handles)
 
     def _tap(self, reference: weakref.ref[EvictCache], info: ModelInfo) -> None:
@@ -131,6 +134,17 @@ def _predicted(reference: weakref.ref[EvictCache]) -> Any:
         owner = reference()
         if owner is not None and owner.watch.predictions is not None:
             owner.watch.predictions.predicted(output)
+
+    return hook
+
+
+def _compared(reference: weakref.ref[EvictCache]) -> Any:
+    def hook(module: nn.Module, args: Any, kwargs: Any = None, output: Any = None) -> None:
+        owner, logits = reference(), getattr(output, "logits", None)
+        if owner is None or owner.watch.predictions is None or not isinstance(kwargs, dict):
+            return
+        if _passed(kwargs) is owner and isinstance(logits, Tensor):
+            owner.watch.predictions.compare(logits)
 
     return hook
 

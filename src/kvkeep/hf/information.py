@@ -15,6 +15,7 @@ from .model import ModelInfo, Unsupported
 from .step import Step
 
 _POSITIONS = 256  # whose logits exist at once
+_TOLERANCE = 2e-2  # of logits in half precision
 _SCALED = ("logits_scaling", "logit_scale")  # of models whose head is followed by something kvkeep does not know
 
 
@@ -66,8 +67,10 @@ class Predictions:
         self.cap: float | None = getattr(config, "final_logit_softcapping", None)
         self.waiting: _Waiting | None = None
         self.before: Tensor | None = None  # [B], of the newest token before the forward
-        self.started: Tensor | None = None  # bool [B, 1], rows that have had a token that is not padding
+        self.started: list[bool] = []  # rows that have had a token that is not padding
         self._busy = False
+        self._newest: Tensor | None = None  # [B, V], logits as they are taken here, until they were compared once
+        self._compared = False
 
     def wait(self, hidden: Tensor, step: Step) -> None:
         """A forward's hidden states are known."""
@@ -78,12 +81,17 @@ class Predictions:
         if self.waiting is None or self._busy or self.waiting.thread != get_ident():
             return
         whole = logits.shape[:2] == self.waiting.hidden.shape[:2]
-        self._settle(self._entropy(logits) if whole else None)
+        self._settle(self._in_parts(logits, self._entropy) if whole else None)
 
-    def settle(self) -> None:
-        """Before entries move or rows change: what this thread's last forward still waits for is computed now."""
-        if self.waiting is not None and self.waiting.thread == get_ident():
+    def settle(self, anybody: bool = False) -> None:
+        """Compute what still waits: this thread's last forward, or whoever's it was."""
+        if self.waiting is not None and (anybody or self.waiting.thread == get_ident()):
             self._settle(None)
+
+    @staticmethod
+    def _in_parts(x: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
+        """``make`` of [B, q, ...], a few positions of all rows at a time."""
+        return torch.cat([make(part) for part in x.split(max(1, _POSITIONS // x.shape[0]), dim=1)], dim=1)
 
     @torch.no_grad()
     def _settle(self, found: Tensor | None) -> None:
@@ -93,34 +101,56 @@ class Predictions:
         if found is None:
             self._busy = True
             try:
-                found = torch.cat([self._entropy(self.head(part)) for part in hidden.split(_POSITIONS, dim=1)], dim=1)
+                found = self._in_parts(hidden, lambda part: self._entropy(self.head(part)))
             finally:
                 self._busy = False
         newest = found[:, -1].clone()
         if self.policy.entropy_shift:
-            found = self._of_predicted(found, torch.tensor(step.pads, device=found.device)[:, None])
+            found = self._of_predicted(found, step.pads)
         self.before = newest
         self.note(step, found)
 
-    def _of_predicted(self, found: Tensor, pads: Tensor) -> Tensor:
+    def _of_predicted(self, found: Tensor, pads: Sequence[int]) -> Tensor:
         """Entropy of the prediction *of* each token; 0 for a row's first, which nothing predicts."""
-        columns = torch.arange(found.shape[1], device=found.device)
-        started = torch.zeros_like(pads, dtype=torch.bool) if self.started is None else self.started
         before = torch.zeros_like(found[:, 0]) if self.before is None else self.before
         moved = torch.cat([before[:, None], found[:, :-1]], dim=1)
-        self.started = started | (pads < found.shape[1])
-        return moved.masked_fill(~started & (columns <= pads), 0.0)
+        new = [i for i in range(len(pads)) if not (self.started and self.started[i])]
+        for row in new:  # in its first forward only
+            moved[row, : pads[row] + 1] = 0.0
+        self.started = [pad < found.shape[1] or row not in new for row, pad in enumerate(pads)]
+        return moved
 
     def _entropy(self, logits: Tensor) -> Tensor:
         logits = logits.detach().float()
         if self.cap is not None:
             logits = (logits / self.cap).tanh() * self.cap
+        if not self._compared:
+            self._newest = logits[:, -1]
         return self.policy.entropy(logits)
+
+    def compare(self, returned: Tensor) -> None:
+        """See once that these are the logits the model returns, [B, q, V]: some models scale them afterwards.
+
+        Raises:
+            Unsupported: they are not.
+        """
+        if self._compared or self._newest is None or self.waiting is not None:
+            return
+        self._compared, newest, self._newest = True, self._newest, None
+        if newest.shape == returned[:, -1].shape and not torch.allclose(
+            newest, returned[:, -1].float(), rtol=_TOLERANCE, atol=_TOLERANCE
+        ):
+            raise Unsupported("the model changes its logits after the output layer, so their entropy is not known here")
 
     def select(self, order: Sequence[int]) -> None:
         """Keep these rows, in this order."""
-        self.settle()
+        self.settle(anybody=True)
         if self.before is not None:
             self.before = self.before[list(order)]
-        if self.started is not None:
-            self.started = self.started[list(order)]
+        self.started = [self.started[i] for i in order] if self.started else []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it takes between forwards."""
+        held = [self.before, None if self.waiting is None else self.waiting.hidden]
+        return sum(t.untyped_storage().nbytes() for t in held if t is not None)

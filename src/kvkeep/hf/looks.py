@@ -120,7 +120,8 @@ class Looks:
         layers = 1 if scope in ("model", "head-of-all-layers") else len(self.layers)
         heads = 1 if scope in ("model", "layer") else self.info.heads
         wanted = [len(view.streams), layers, heads, view.candidates // self.policy.slots_per_unit]
-        if list(keys.shape) != wanted:
+        whole = [wanted[0], len(self.layers), self.info.heads, wanted[3]]  # what masks tell apart, a policy may too
+        if list(keys.shape) != wanted and not (self.masks.per_head and list(keys.shape) == whole):
             raise ValueError(
                 f"policy {self.policy.name!r} returned keys of shape {list(keys.shape)}, expected {wanted} for its "
                 f"scope, {scope!r}"

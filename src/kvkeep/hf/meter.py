@@ -38,7 +38,7 @@ class Meter:
         self._bytes = array("q")  # [F]
         self._entries = array("i")  # [F, R], after each forward
         self._rounds = array("i")  # [F, R]
-        self._last: tuple[list[int], int] = ([], 0)  # rounds of the rows, slots of a layer
+        self._last: tuple[list[int], list[int]] = ([], [])  # events of the rows, slots of the layers
         self._limits: list[int] = []  # K + r of each row
         self._sliding = len(cache.layers) > len(cache.evicting)
 
@@ -50,9 +50,9 @@ class Meter:
         """
         rows = self.cache.rows
         entries, rounds = [row.cached for row in rows], [row.trace_rounds for row in rows]
-        prompt, seen = not self._tokens, rows[0].seen
-        state = rounds, self.cache.evicting[0].capacity
-        changed = prompt or self._sliding or state != self._last
+        first, prompt, seen = not self._tokens, self.cache.in_prompt, rows[0].seen
+        state = [row.rounds for row in rows], [layer.capacity for layer in self.cache.evicting]
+        changed = first or prompt or self._sliding or state != self._last
         if changed:
             # A prompt that is not protected may be longer than K + r: it is held whole until the first round.
             self._limits = [
@@ -65,7 +65,7 @@ class Meter:
             self._assert_storage()
         self._last = state
         self._bytes.append(int(self.cache.stats()["bytes"]["now"]) if changed else self._bytes[-1])
-        self._tokens.append(1 if prompt else seen - self._seen)
+        self._tokens.append(1 if first else 0 if prompt else seen - self._seen)  # the whole prompt predicts one
         self._entries.extend(entries)
         self._rounds.extend(rounds)
         self._seen = seen

@@ -37,6 +37,7 @@ class ModelInfo:
         heads: KV heads of each evicting layer.
         head: the output layer, which turns hidden states into logits.
         config: the text configuration.
+        model: the whole model.
     """
 
     decoder: nn.Module
@@ -46,6 +47,7 @@ class ModelInfo:
     heads: int
     head: nn.Module | None
     config: Any
+    model: nn.Module | None = None
 
 
 def implementation(module: nn.Module) -> str:
@@ -100,7 +102,7 @@ def examine(model: Any) -> ModelInfo:
         )
     attention = _attention_modules(model, evicting)
     head = model.get_output_embeddings()
-    return ModelInfo(_decoder(model), attention, layers, evicting, _heads(model, text), head, text)
+    return ModelInfo(_decoder(model), attention, layers, evicting, _heads(model, text), head, text, model)
 
 
 def _heads(model: PreTrainedModel, text: Any) -> int:

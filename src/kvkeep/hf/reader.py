@@ -6,7 +6,7 @@ A cache is not told where the prompt ends. The rules, first match first:
 2. Inside ``cache.as_prompt()`` or ``cache.as_trace()`` a forward is what it says.
 3. Before the first trace token: a forward of several tokens is prompt, and so is the very first
    forward whatever its size. The first later forward of one token begins the trace, unless
-   ``generate`` is in the middle of a chunked prefill.
+   ``generate`` has just taken over the cache, or is in the middle of a chunked prefill.
 4. After it: a forward of one token is trace. One of several tokens is a new turn if it comes from
    ``generate`` (which asks for ``get_seq_length()`` first), else trace.
 """
@@ -111,7 +111,7 @@ class Reader:
         if self.columns < self._announced:
             return q, turn
         if not self.in_trace:
-            return (q if q > 1 or self.columns == 0 else 0), False
+            return (q if q > 1 or self.columns == 0 or self.marked else 0), False
         if q > 1 and self.asked_length:
             return q, True
         if q > 1 and not self._warned:

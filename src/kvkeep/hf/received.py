@@ -31,7 +31,9 @@ def received(queries: Tensor, keys: Tensor, mask: Tensor | None, scaling: float 
     heads, slots = keys.shape[1:3]
     scaling = width**-0.5 if scaling is None else scaling
     keys = keys.float().transpose(-1, -2)
-    counted = torch.arange(q, device=queries.device) >= torch.tensor(pads, device=queries.device)[:, None]  # [B, q]
+    counted = None
+    if any(pads):  # bool [B, q]
+        counted = torch.arange(q, device=queries.device) >= torch.tensor(pads, device=queries.device)[:, None]
     found = torch.zeros(batch, heads, slots, device=queries.device)
     size = max(1, _NUMBERS // (batch * query_heads * slots))
     for first in range(0, q, size):
@@ -42,7 +44,8 @@ def received(queries: Tensor, keys: Tensor, mask: Tensor | None, scaling: float 
         if seen is not None:
             scores = scores.masked_fill_(~seen[:, None], float("-inf"))
         weights = scores.softmax(-1)
-        weights = weights.masked_fill_(~counted[:, None, None, first : first + size, None], 0.0)
+        if counted is not None:
+            weights = weights.masked_fill_(~counted[:, None, None, first : first + size, None], 0.0)
         found += weights.sum(dim=(2, 3))
     return found
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from ..layout import Round
 from ..positions import PositionStore
@@ -18,21 +17,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Logged:
-    """One event of a row, enough to replay it: what happened, tokens seen before, tokens of the turn."""
+    """One event of a row, enough to replay it: what happened, tokens seen before, tokens of the turn, its stream."""
 
     event: Round | None
     seen: int
     slot: int = 0
     turn: int = 0
+    stream: int = 0
 
 
-def replay(rounds: Rounds, log: Sequence[Logged], stream: Tensor | None) -> PositionStore:
+def replay(rounds: Rounds, log: Sequence[Logged]) -> PositionStore:
     """Carry out a row's events again, on positions alone.
 
     Args:
         rounds: whose policy draws; it sees no keys or queries.
         log: what happened to the row.
-        stream: int64 [1], the row's stream; may be None where nothing was drawn.
 
     Returns:
         A store of one row on the CPU.
@@ -46,8 +45,7 @@ def replay(rounds: Rounds, log: Sequence[Logged], stream: Tensor | None) -> Posi
         cached = event.window_from + event.window
         store.resize(max(store.data.shape[-1], cached + event.fresh))
         store.fill(0, cached, entry.seen)
-        assert stream is not None
-        view, order = rounds.look([0], [event], stream.to("cpu"), store)
+        view, order = rounds.look([0], [event], torch.tensor([entry.stream]), store)
         moves = rounds.plan([0], [event], view, order, rounds.policy.keys(view), store)
         store.apply([0], [event], moves)
     return store

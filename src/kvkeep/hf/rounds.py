@@ -22,7 +22,6 @@ from .moves import move_layers
 from .replay import Logged, replay
 from .split import split_round
 from .steps import bound
-from .streams import Streams
 from .views import LayerViews
 from .watch import Watch
 
@@ -105,6 +104,10 @@ class Rounds(Looks):
         """See :meth:`EvictCache.override`."""
         if any(self._log):
             raise ValueError("override() comes before the first round: call reset() first")
+        if self.settings.prefill_keep is not None and keep is not None:
+            raise ValueError(
+                "keep masks and prefill_keep do not go together: pin positions (protect='pin:3-7') instead"
+            )
         if self.policy.splits and (keep is not None or forget is not None):
             raise ValueError(f"policy {self.policy.name!r} gives layers their own budgets, which masks may not fit")
         self.masks.set(keep, forget)
@@ -131,35 +134,35 @@ class Rounds(Looks):
     # ---- a round --------------------------------------------------------------------------------
 
     def run(
-        self, events: dict[int, Round], rows: Sequence[Row], streams: Streams, spare: int, columns: int = 0
+        self, events: dict[int, Round], rows: Sequence[Row], streams: Tensor, spare: int, columns: int = 0
     ) -> dict[int, tuple[int, ...]]:
         """Carry out what happens to each row (row number -> event) in every evicting layer.
 
         Args:
             events: what happens to each row.
             rows: all rows, before the events.
-            streams: their streams.
+            streams: int64 [B], their streams.
             spare: slots a new turn needs beyond those in use.
             columns: seen so far.
 
         Returns:
             What each layer holds afterwards, for rows whose layers differ.
         """
-        self.watch.settle()
+        self.watch.settle(anybody=True)
         which, what = list(events), list(events.values())
         self._make_room(which, rows, spare)
         if self.policy.splits:
-            held = split_round(self, which, what, [rows[i] for i in which], streams.get(len(rows))[which], columns)
+            held = split_round(self, which, what, [rows[i] for i in which], streams[which], columns)
         else:
             held = {}
             if (tuple(which), tuple(what)) not in self._ahead:
                 concerned = [rows[i] for i in which]
                 layers = self.views(which, [[e] for e in what], concerned, columns)
                 seen = [row.seen for row in concerned]
-                self._ahead = self._plan_ahead(which, what, streams.get(len(rows))[which], layers, seen)
+                self._ahead = self._plan_ahead(which, what, streams[which], layers, seen)
             self.move(which, what, self._ahead[(tuple(which), tuple(what))])
         for i, event in events.items():
-            self._log[i].append(Logged(event, rows[i].seen))
+            self._log[i].append(Logged(event, rows[i].seen, stream=int(streams[i])))
         self.moved = True
         return held
 
@@ -249,15 +252,14 @@ class Rounds(Looks):
 
     # ---- kept positions -------------------------------------------------------------------------
 
-    def kept_positions(self, row: int, rows: Sequence[Row], streams: Streams) -> Tensor:
+    def kept_positions(self, row: int, rows: Sequence[Row]) -> Tensor:
         """Ascending positions of one row's entries, int32 [L, H, n] on the CPU; -1 fills up layers that hold fewer."""
         if not 0 <= row < len(rows):
             raise ValueError(f"there is no row {row}: the cache holds {len(rows)} rows")
         state = rows[row]
         store, at = self.store, row
         if store is None:
-            stream = streams.get(row + 1)[row : row + 1] if self._log[row] else None
-            store, at = replay(self, self._log[row], stream), 0
+            store, at = replay(self, self._log[row]), 0
         layers = len(self.layers)
         store.resize(max(store.data.shape[-1], *state.by_layer(layers)))
         if self.policy.splits:

@@ -37,11 +37,6 @@ def split_round(
     """
     layers, heads, store = len(rounds.layers), rounds.shape[1], rounds.store
     assert store is not None
-    if any(e.turn and row.held for e, row in zip(events, rows, strict=True)):
-        raise ValueError(
-            f"policy {rounds.policy.name!r} has given layers their own budgets, so a later turn cannot be protected: "
-            "use protect='none', where it is appended, or a policy with one budget for all layers"
-        )
     before = [row.by_layer(layers) for row in rows]
     # What a layer keeps is not known yet; who the candidates are does not depend on it.
     shown = [
@@ -56,7 +51,7 @@ def split_round(
     keys = rounds.policy.keys(view)
     rounds.check(keys, view)
     wanted = rounds.policy.allot(view, keys)
-    held = [_budgets(e, wanted, r, before[r]) for r, e in enumerate(events)]
+    held = [_budgets(e, wanted, r, before[r], rows[r]) for r, e in enumerate(events)]
     final = [
         [e if e.turn else row.event_at(e, i, kept[i]) for i in range(layers)]
         for e, row, kept in zip(events, rows, held, strict=True)
@@ -72,13 +67,14 @@ def split_round(
     return {i: kept for i, kept, e in zip(which, held, events, strict=True) if not e.turn or len(set(kept)) > 1}
 
 
-def _budgets(event: Round, wanted: Tensor | None, row: int, before: tuple[int, ...]) -> tuple[int, ...]:
+def _budgets(event: Round, wanted: Tensor | None, row: int, before: tuple[int, ...], state: Row) -> tuple[int, ...]:
     """Whole entries that each layer keeps, of which the sum is exact."""
     if event.turn or wanted is None:
         return tuple(held - event.victims for held in before)
     window = event.newest + event.window
     kept = event.window_from + event.window - event.victims
-    return tuple(split(wanted[row].tolist(), kept * len(before), event.start + window, before))
+    pins = state.protection.pinned(state.first_protected, state.seen)
+    return tuple(split(wanted[row].tolist(), kept * len(before), min(event.start + window + pins, kept), before))
 
 
 def _flat(x: Tensor) -> Tensor:

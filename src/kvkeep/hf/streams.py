@@ -57,6 +57,15 @@ class Streams:
             )
         return self._made
 
+    def of_context(self, rows: int) -> Tensor:
+        """int64 [B] on the CPU: streams of what has been fed so far, while more of the prompt is to come.
+
+        Rows with equal contexts draw alike unless sample numbers were given: what stays of a context depends neither on
+        the question nor on the batch.
+        """
+        numbers = self._samples if self._samples is not None else [0] * rows
+        return torch.tensor([stream_of(self._prompt(i), s) for i, s in enumerate(numbers)], dtype=torch.int64)
+
     def _prompt(self, row: int) -> tuple[int, ...]:
         return tuple(token for ids, pads in self._chunks for token in ids[row, pads[row] :].tolist())
 

@@ -40,7 +40,19 @@ class LayerViews:
         self.which, self.events, self.rows, self.layers = list(which), events, rows, layers
         self.positions, self.watch, self.columns = positions, watch, columns
         self.count = max(e.candidates for of_layers in events for e in of_layers)
-        self.seen = torch.tensor([row.seen for row in rows])[:, None]
+        self.slots = [max(row.at_layer(i).cached for row in rows) for i in range(len(layers))]
+        # One tensor for all layers, since making it may wait for the device: cached, first and behind, of each row.
+        each = range(len(layers)) if any(row.held for row in rows) or len(events[0]) > 1 else range(1)
+        told = [[self._told(i, r) for r in range(len(rows))] for i in each]
+        self.numbers = torch.tensor(told, device=positions.device).permute(0, 2, 1)[..., None, None]  # [L, 3, R, 1, 1]
+        seen = torch.tensor([row.seen for row in rows], device=positions.device)[:, None]
+        self.query_positions = seen + torch.arange(-watch.ring.window, 0, device=seen.device) if watch.ring else None
+
+    def _told(self, i: int, r: int) -> tuple[int, int, int]:
+        """Slots of a layer of a row: those cached, the first candidate's, the first behind candidates."""
+        events = self.events[r]
+        event = events[i if len(events) > 1 else 0]
+        return self.rows[r].at_layer(i).cached, event.start, event.start + event.candidates
 
     def __call__(self, i: int) -> LayerView:
         """The i-th evicting layer."""
@@ -48,19 +60,11 @@ class LayerViews:
         assert layer.k is not None
         assert layer.v is not None
         device = layer.k.device
-        events = [of_layers[i if len(of_layers) > 1 else 0] for of_layers in self.events]
-        slots = max(row.at_layer(i).cached for row in self.rows)
-        cached, first, candidates = (
-            torch.tensor(numbers, device=device)[:, None, None]
-            for numbers in (
-                [row.at_layer(i).cached for row in self.rows],
-                [e.start for e in events],
-                [e.candidates for e in events],
-            )
-        )
+        slots = self.slots[i]
+        cached, first, behind = self.numbers[i if len(self.numbers) > 1 else 0].to(device)
         at = torch.arange(slots, device=device)
         filled = at < cached  # [R, 1, N]
-        eligible = (at >= first) & (at < first + candidates)
+        eligible = (at >= first) & (at < behind)
         positions = self.positions[:, i if self.positions.shape[1] > 1 else 0, :, :slots].to(device)
         positions = positions.expand(-1, layer.heads, -1)
         order = positions.masked_fill(~filled, torch.iinfo(torch.int32).max).argsort(dim=-1, stable=True)
@@ -83,7 +87,7 @@ class LayerViews:
             keys=of_rows(layer.k),
             positions=positions,
             filled=filled,
-            window=filled & (at >= first + candidates),
+            window=filled & (at >= behind),
             order=order,
             places=places,
             index=i,
@@ -98,13 +102,12 @@ class LayerViews:
         ring, digests = self.watch.ring, self.watch.digests
         if digests is not None:
             view = replace(view, digest=digests.get(number, self.which), pending=digests.pending(number))
-        if ring is None:
+        if ring is None or self.query_positions is None:
             return view
         queries = ring.get(number, self.which, self.columns)
-        newest = torch.arange(-ring.window, 0, device=queries.device)
         return replace(
             view,
             queries=queries,
-            query_positions=self.seen.to(queries.device) + newest,
+            query_positions=self.query_positions.to(queries.device),
             scaling=ring.scaling[number],
         )

@@ -53,13 +53,18 @@ class Watch:
         rotary: Rotary | None,
     ) -> None:
         self.policy, self.info, self.layers, self.rotary = policy, info, layers, rotary
-        self.budget = budget or Budget(1 << 40, max(1, window), window)
+        self.budget = budget or self.only_prefill(window)
         self.columns = columns(policy)
         self.index = {layer.number: i for i, layer in enumerate(layers)}
         self.blocks = blocks(info) if EVOLUTION in policy.signals else {}
         if ENTROPY in policy.signals and info.head is None:
             raise Unsupported("the model has no output layer, whose predictions the policy asks for")
         self.predictions: Predictions | None = None
+
+    @staticmethod
+    def only_prefill(window: int) -> Budget:
+        """A budget that no round ever reaches, for policies that ask about it."""
+        return Budget(1 << 40, max(1, window), window)
 
     @property
     def taps(self) -> bool:
@@ -79,9 +84,11 @@ class Watch:
             assert self.info.head is not None
             self.predictions = Predictions(self.policy, self.info.head, self.info.config, self._note_entropy)
         self._hidden: dict[int, Tensor] = {}
+        self._places: dict[torch.device, Tensor] = {}  # positions of the forward's columns
 
     # ---- while a forward runs -----------------------------------------------------------------------
 
+    @torch.no_grad()
     def attention(
         self,
         number: int,
@@ -117,20 +124,28 @@ class Watch:
             if prompt:
                 self.digests.add_prompt(number, queries[:, :, :prompt], [min(pad, prompt) for pad in reading.pads])
             if prompt < q:
-                ends = torch.tensor([row.seen for row in rows], device=queries.device)[:, None]
-                positions = ends + torch.arange(prompt - q, 0, device=queries.device)
+                positions = self._positions(rows, q, queries.device)[:, prompt:]
                 self.digests.add_trace(number, queries[:, :, prompt:], positions)
         if ATTENTION in self.columns:
             part = step.part(i)
             weights = received(queries, keys, mask, scaling, part.pads)
             self.layers[i].receive(part, self.columns[ATTENTION], weights)
 
+    def _positions(self, rows: Sequence[Row], q: int, device: torch.device) -> Tensor:
+        """int64 [B, q], of the forward's columns; made once for all layers, since it may wait for the device."""
+        if device not in self._places:
+            ends = torch.tensor([row.seen for row in rows], device=device)[:, None]
+            self._places[device] = ends + torch.arange(-q, 0, device=device)
+        return self._places[device]
+
     def hidden(self, number: int, states: Tensor) -> None:
         """A block of the decoder gave its hidden states [B, q, E]."""
         self._hidden[number] = states.detach()
 
+    @torch.no_grad()
     def end(self, step: Step, output: Tensor) -> None:
         """A forward is through; ``output`` is the decoder's, after its final norm."""
+        self._places = {}
         if self.blocks:
             late = output if self.policy.final_norm else self._hidden[max(self.blocks)]
             for layer in self.layers:
@@ -145,10 +160,14 @@ class Watch:
         for i, layer in enumerate(self.layers):
             layer.note(step.part(i), self.columns[ENTROPY], values)
 
-    def settle(self) -> None:
-        """Before entries move: nothing about earlier forwards may be outstanding."""
+    def settle(self, anybody: bool = False) -> None:
+        """Before entries move: nothing about earlier forwards may be outstanding.
+
+        Args:
+            anybody: also what another thread left; without it only this thread's last forward is meant.
+        """
         if self.predictions is not None:
-            self.predictions.settle()
+            self.predictions.settle(anybody)
 
     # ---- upkeep -------------------------------------------------------------------------------------
 
@@ -161,7 +180,8 @@ class Watch:
     @property
     def nbytes(self) -> int:
         """Bytes of what is remembered between forwards, numbers beside the entries included."""
-        held = sum(part.nbytes for part in (self.ring, self.digests) if part is not None)
+        parts = (self.ring, self.digests, self.predictions)
+        held = sum(part.nbytes for part in parts if part is not None)
         return held + sum(layer.beside_nbytes for layer in self.layers)
 
 
