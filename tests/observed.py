@@ -139,10 +139,11 @@ def forward(monkeypatch: Any, family: str, ids: Tensor, visible: Tensor) -> Forw
     )  # fmt: skip
 
 
-def entropies(logits: np.ndarray, top: int, shift: int) -> np.ndarray:
+def entropies(logits: np.ndarray, top: int, shift: int, renormalise: bool = False) -> np.ndarray:
     """Of each position [T]."""
     p = np.exp(logits - logits.max(-1, keepdims=True))
     p = -np.sort(-p / p.sum(-1, keepdims=True), axis=-1)[:, :top]
+    p = p / p.sum(-1, keepdims=True) if renormalise else p
     found = -(p * np.log(p)).sum(-1)
     return np.concatenate([[0.0], found[:-1]]) if shift else found
 
@@ -160,6 +161,7 @@ def observe(
     top: int = 256,
     shift: int = 1,
     final_norm: bool = False,
+    renormalise: bool = False,
     turns: Sequence[range] = (),
     visible: Tensor | None = None,
 ) -> Iterator[Seen]:
@@ -174,7 +176,7 @@ def observe(
         visible, _ = replay(frames, rule, prompt, row, columns, turns)
     seen_of = forward(monkeypatch, family, ids, visible)
     late = seen_of.normed if final_norm else seen_of.last
-    entropy = entropies(seen_of.logits, top, shift)
+    entropy = entropies(seen_of.logits, top, shift, renormalise)
     pads, seen, held, number = (columns or prompt) - prompt, 0, [], 0
     for i, frame in enumerate(frames):
         kept = [[{p for p in head if p >= 0} for head in layer] for layer in frame.kept[row].tolist()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 from pathlib import Path
@@ -273,7 +274,7 @@ def test_malformed_statistics(found: Calibration, tmp_path: Path) -> None:
     last = first.pop("layer02_head03")
     refused({**good, "stats": first}, "lacks 1 of the model's heads, such as layer 2, head 3")
     refused({**good, "stats": {**first, "layer02_head04": last}}, "layer 2, head 4 is not in the model")
-    refused({**good, "stats": {**first, "layer02_head03": last, "layer2_head3": last}}, "or comes twice")
+    refused({**good, "stats": {**first, "layer02_head03": last, "layer2_head3": last}}, "layer 2, head 3 comes twice")
     refused({**good, "stats": {**first, "head03": last}}, "'head03' is not of the form layer00_head00")
     refused({**good, "stats": {**first, "layer02_head03": {**last, "q_abs_mean": last["q_abs_mean"][1:]}}},
             "has no q_abs_mean of 8 numbers")  # fmt: skip
@@ -350,7 +351,7 @@ def test_a_text_that_the_tokenizer_cannot_read(
         (None, [], "there is no file"),
         ("", [], "is empty"),
         ("the cat", [], "2 tokens, too few"),
-        ("the cat " * 300, ["--tokens", "10"], "10 tokens, too few"),
+        ("the cat " * 300, ["--tokens", "10"], "--tokens 10: a mean needs at least 256"),
         ("the cat " * 300, ["--convert", "x.pt"], "either a TEXT"),
         ("the cat " * 300, ["--out", "c.pt"], "--out must end in .safetensors"),
         (b"\xff\xfe\xff", [], "is not UTF-8 text"),
@@ -372,3 +373,39 @@ def test_command_refuses_at_once(
     assert kvkeep(monkeypatch, "calibrate", str(tiny_folder), str(text), *out, *words) == 2
     assert says in " ".join(capsys.readouterr().err.split())
     assert not list(tmp_path.glob("c.*"))
+
+
+def test_statistics_of_layers_that_never_evict_are_not_needed(tmp_path: Path) -> None:
+    """The authors' tool measures sliding-window layers too (their gpt-oss file); their numbers are not needed."""
+    model = facts(examine(tiny("gpt-oss", "eager")), rotary=True)
+    assert model.layers == (1, 3)
+    made = torch.Generator().manual_seed(0)
+    stats = {}
+    for layer in range(4):
+        for head in range(4):
+            mean = torch.randn(2, 4, generator=made)
+            stats[f"layer{layer:02d}_head{head:02d}"] = {
+                "q_mean_real": mean[0], "q_mean_imag": mean[1], "q_abs_mean": mean.norm(dim=0) + 0.1
+            }  # fmt: skip
+    torch.save({"metadata": {"rope_style": "half", "head_dim": 8}, "stats": stats}, tmp_path / "stats.pt")
+    found = convert(tmp_path / "stats.pt", model, "m")
+    assert torch.equal(found.mu_real[0, 2], stats["layer01_head02"]["q_mean_real"])
+    assert torch.equal(found.mu_real[1, 3], stats["layer03_head03"]["q_mean_real"])
+    stats["layer04_head00"] = stats["layer03_head03"]
+    torch.save({"metadata": {"rope_style": "half", "head_dim": 8}, "stats": stats}, tmp_path / "stats.pt")
+    with pytest.raises(ValueError, match="layer 4, head 0 is not in the model, which has 4 layers of 4 query heads"):
+        convert(tmp_path / "stats.pt", model, "m")
+
+
+@pytest.mark.parametrize("part", ["q_proj", "k_proj", "q_norm", "up_proj", "embed_tokens"])
+def test_a_fingerprint_knows_every_kind_of_weight(part: str) -> None:
+    """Fine-tuning may leave keys alone: what changes anywhere is another model, for a calibration at least."""
+    model = copy.deepcopy(tiny("qwen3"))
+    before = facts(examine(model), rotary=False).fingerprint()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if part in name:
+                weight.mul_(1.5)
+    assert facts(examine(model), rotary=False).fingerprint() != before
+    assert facts(examine(model.to(torch.bfloat16)), rotary=False).fingerprint() != before
+    assert facts(examine(copy.deepcopy(tiny("qwen3")).to(torch.bfloat16)), rotary=False).fingerprint() == before

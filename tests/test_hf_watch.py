@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -9,14 +10,17 @@ import torch
 from torch import Tensor
 
 import kvkeep
+from formulas.infokv import infokv
 from kvkeep.hf import information
 from kvkeep.hf import received as received_module
 from kvkeep.hf.digests import Digests
 from kvkeep.hf.received import received
 from kvkeep.policies import make_policy, policies
 from kvkeep.rotary import Rotary
-from masked import close, force
+from masked import Rule, close, force
 from models import CACHE, generate, left_pad, prompt, step, tiny
+from observed import observe
+from scored import Count
 from small import K, R, evict
 
 ROTARY = Rotary(torch.tensor([1.0, 0.3, 0.1, 0.01], dtype=torch.float64), 1.2)
@@ -205,3 +209,93 @@ def test_prompts_in_chunks_through_generate(name: str) -> None:
             kept.append((out, [cache.kept_positions(row) for row in range(2)]))
     assert torch.equal(kept[0][0], kept[1][0])
     assert all(torch.equal(a, b) for a, b in zip(kept[0][1], kept[1][1], strict=True))
+
+
+# ---- what a review found ------------------------------------------------------------------------------
+
+
+def test_rows_are_selected_with_their_pending_entropy() -> None:
+    """After the decoder alone (as `prefill` runs it) entropy is outstanding: it belongs to the rows as they were."""
+    model, ids, kept = tiny("llama"), torch.cat([prompt(12, seed=1), prompt(12, seed=2)]), []
+    for settled in (True, False):
+        for change in ("select", "repeat"):
+            with kvkeep.evict(model, "infokv", budget=K, buffer=R, prompt_length=12, alpha=0.2) as cache:
+                with torch.no_grad():
+                    model.model(ids, use_cache=True, **{CACHE: cache})
+                if settled:
+                    cache.watch.settle()
+                if change == "select":
+                    cache.batch_select_indices(torch.tensor([1, 0]))
+                else:
+                    cache.batch_repeat_interleave(2)
+                for t in range(40):
+                    step(model, cache, prompt(40, seed=4)[:, t : t + 1].expand(len(cache.rows), -1))
+                kept.append([cache.kept_positions(row) for row in range(len(cache.rows))])
+    for settled, pending in zip(kept[:2], kept[2:], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(settled, pending, strict=True))
+    assert not torch.equal(kept[0][0], kept[0][1])
+
+
+def test_another_thread_may_go_on() -> None:
+    """`prefill` here, `generate` in a thread, as streamers do it."""
+    model, ids, kept = tiny("llama"), prompt(40), []
+    for threaded in (False, True):
+        cache = kvkeep.Settings("infokv", prefill_keep=0.5, window=4, options={"alpha": 0.0}).cache(model)
+        cache.prefill(ids[:, :30])
+        if threaded:
+            thread = threading.Thread(target=generate, args=(model, cache, ids, 5))
+            thread.start()
+            thread.join()
+        else:
+            generate(model, cache, ids, 5)
+        kept.append(cache.kept_positions())
+        cache.close()
+    assert torch.equal(kept[0], kept[1])
+
+
+@pytest.mark.parametrize("values", [{"policy": "h2o"}, {"policy": "infokv", "final_norm": True},
+                                    {"policy": "expected"}, {"policy": "beaconkv"}])  # fmt: skip
+def test_no_graph_grows_in_grad_mode(values: dict[str, Any]) -> None:
+    model, ids = tiny("llama"), prompt(40)
+    with torch.enable_grad(), kvkeep.evict(model, **values, budget=K, buffer=R) as cache:
+        for first, end in [(0, 11), *((t, t + 1) for t in range(11, 40))]:
+            model(ids[:, first:end], use_cache=True, **{CACHE: cache})
+        held = [layer.beside for layer in cache.evicting if layer.beside is not None]
+        if cache.watch.digests is not None:
+            held += list(cache.watch.digests._state.values())
+        assert held
+        assert not any(t.requires_grad for t in held)
+
+
+def test_logits_that_a_model_changes_afterwards_are_refused() -> None:
+    """Their entropy would be wrong, silently."""
+    model = tiny("llama")
+
+    def scaled(module: Any, args: Any, output: Any) -> Any:
+        output.logits = output.logits * 0.5
+        return output
+
+    handle = model.register_forward_hook(scaled)
+    try:
+        said = "changes its logits after the output layer"
+        with evict(model, "infokv") as cache, pytest.raises(ValueError, match=said):
+            step(model, cache, prompt(11))
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("options", [{"final_norm": True}, {"shift": 0}, {"renormalise": True, "top": 5}])
+def test_infokv_on_a_model_as_its_options_say(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = prompt(62, seed=4)
+    with evict(tiny("qwen3"), "infokv", alpha=0.3, **options) as cache:
+        frames = force(tiny("qwen3"), cache, ids, 11)
+    told = {"final_norm": options.get("final_norm", False), "shift": options.get("shift", 1),
+            "top": options.get("top", 256), "renormalise": options.get("renormalise", False)}  # fmt: skip
+    count = Count()
+    for seen in observe(monkeypatch, "qwen3", frames, ids, Rule(K, R, R, share=1), 11, R, **told):
+        scores = infokv(seen.row, alpha=0.3)
+        for i, layer in enumerate(seen.row):
+            for h, entries in enumerate(layer):
+                count.compare(seen.gone[i][h], scores[i][h], entries.candidates)
+    assert count.rounds >= 54
+    assert count.near <= count.rounds // 20

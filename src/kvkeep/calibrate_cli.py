@@ -66,9 +66,11 @@ def _measured(name: str, words: str, tokens: int, chunk: int) -> Calibration:
         ids = list(encode(words, verbose=False)["input_ids"])
     except Exception as error:  # the tokenizers library has no class of its own for them
         raise ValueError(f"{name} cannot read the text: {error}. Give a text in the model's own words") from error
+    most = min(tokens, longest_text(model) or tokens)
+    if most < LEAST:
+        raise ValueError(f"--tokens {tokens}: a mean needs at least {LEAST} (the model reads {longest_text(model)})")
     if len(ids) < LEAST:
         raise ValueError(f"the text has {len(ids)} tokens, too few for a mean: give at least {LEAST}")
-    most = min(tokens, longest_text(model) or tokens)
     if len(ids) > most:
         err.print(f"[dim]the text has {len(ids)} tokens: the first {most} are taken[/dim]")
     ids = ids[:most]

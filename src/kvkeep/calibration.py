@@ -238,8 +238,15 @@ def convert(path: str | Path, facts: ModelFacts, model: str) -> Calibration:
         if match is None or not isinstance(values, dict):
             raise ValueError(f"{wrong}{key!r} is not of the form layer00_head00")
         place = (int(match[1]), int(match[2]))
+        if place[0] < facts.depth and place[0] not in facts.layers:
+            continue  # a layer that never evicts (sliding window): the authors' tool measures all
+        if place[0] not in facts.layers or place[1] >= facts.query_heads:
+            raise ValueError(
+                f"{wrong}layer {place[0]}, head {place[1]} is not in the model, which has "
+                f"{facts.depth or 'other'} layers of {facts.query_heads} query heads"
+            )
         if place not in missing:
-            raise ValueError(f"{wrong}layer {place[0]}, head {place[1]} is not in the model, or comes twice")
+            raise ValueError(f"{wrong}layer {place[0]}, head {place[1]} comes twice")
         missing.remove(place)
         for name in _FIELDS:
             value = values.get(name)

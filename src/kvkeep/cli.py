@@ -45,11 +45,15 @@ def generate(
     ),
     policy: Annotated[str, typer.Option(help="Which entries to keep; `kvkeep policies` lists them.")] = "random",
     budget: Annotated[int, typer.Option(help="Entries each KV head keeps, prompt included (K).")] = 2048,
-    buffer: Annotated[int, typer.Option(help="Tokens between two eviction rounds, always kept (r).")] = 64,
+    buffer: Annotated[
+        int | None, typer.Option(help="Tokens between two eviction rounds, always kept (r). Default: 64.")
+    ] = None,
     scope: Annotated[
-        str,
-        typer.Option(help="A prompt that does not fit is refused (total), not counted (trace), or grows K (grow)."),
-    ] = "total",
+        str | None,
+        typer.Option(
+            help="A prompt that does not fit: refused (total, the default), not counted (trace), grows K (grow)."
+        ),
+    ] = None,
     protect: Annotated[
         str | None, typer.Option(help="Never evicted: prompt, prompt:0.5, sinks:4, pin:10-20, none.")
     ] = None,
@@ -75,12 +79,8 @@ def generate(
     from .engine import Sampling
 
     values: dict[str, Any] = {"seed": seed, "options": _options(option or []), "prefill_keep": prefill_keep}
-    if protect is not None:
-        values["protect"] = protect
-    if published:
-        settings = Settings.published(policy, budget, **values)
-    else:
-        settings = Settings(policy, budget=budget, buffer=buffer, scope=scope, **values)  # type: ignore[arg-type]
+    values |= {k: v for k, v in {"buffer": buffer, "scope": scope, "protect": protect}.items() if v is not None}
+    settings = Settings.published(policy, budget, **values) if published else Settings(policy, budget=budget, **values)
     sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
     if not prompt.strip():
         raise ValueError("the prompt is empty: write what to ask, in quotes")

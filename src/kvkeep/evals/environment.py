@@ -42,8 +42,8 @@ def all_versions() -> dict[str, str]:
     return found
 
 
-def describe(models: Sequence[Model], threads: int, config_sha256: str) -> dict[str, Any]:
-    """What ``environment.json`` says of one session.
+def describe(models: Sequence[Model], threads: int, config_sha256: str, files: Sequence[str] = ()) -> dict[str, Any]:
+    """What ``environment.json`` says of one session; ``files`` are those that policies read.
 
     ``fixed`` must be the same whenever a run is resumed: floating-point results depend on it.
     """
@@ -55,6 +55,7 @@ def describe(models: Sequence[Model], threads: int, config_sha256: str) -> dict[
             "processor": _processor(),
             "threads": threads,
             "models": {model.name: model.identity for model in models},
+            **({"files": {file: file_sha256(Path(file)) for file in sorted(set(files))}} if files else {}),
         },
         "config_sha256": config_sha256,
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -63,6 +64,12 @@ def describe(models: Sequence[Model], threads: int, config_sha256: str) -> dict[
         "cores": cores(),
         "git": {"here": _git(Path.cwd()), "kvkeep": _git(Path(__file__).parent)},
     }
+
+
+def file_sha256(file: Path) -> str:
+    """Hash of a file's content."""
+    with file.expanduser().open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 @cache

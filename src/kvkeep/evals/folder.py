@@ -65,10 +65,12 @@ def join(path: Path, prepared: Prepared, threads: int, allow_mixed: bool, todo: 
     """
     file = path / "environment.json"
     sessions = _read(file)["sessions"] if file.exists() else []
-    now = environment.describe(prepared.models, threads, _sha256(_config(prepared)))
+    now = environment.describe(prepared.models, threads, _sha256(_config(prepared)), _files(prepared))
     for session in sessions:
         if found := first_difference(session["fixed"]["models"], now["fixed"]["models"]):
             raise ValueError(f"{path} holds results of other weights ({found[0]} changed): pass another --out")
+        if found := first_difference(session["fixed"].get("files", {}), now["fixed"].get("files", {})):
+            raise ValueError(f"{path} was begun with another content of {found[0]}: pass another --out")
         if todo and not allow_mixed:
             _refuse_others(path, session, now)
     if todo:
@@ -123,3 +125,8 @@ def _read(file: Path) -> dict[str, Any]:
 def _short(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 120 else text[:117] + "..."
+
+
+def _files(prepared: Any) -> list[str]:
+    """Files that decide what an arm keeps."""
+    return [file for cell in prepared.cells for file in cell.settings.make_policy().files()]

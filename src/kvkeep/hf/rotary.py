@@ -68,15 +68,16 @@ def head_width(attention: nn.Module) -> int:
 def fingerprint(info: ModelInfo) -> str:
     """A hash that tells the weights of a model from others', whatever type they are loaded in.
 
-    Of all parameters of the evicting layers' attention, and of a thin sample of every other parameter (one number in
-    4,096), in bfloat16. Queries depend on all of them, and fine-tuning (a merged LoRA, say) may change any.
+    Of all parameters of the evicting layers' attention, and of some 4,096 numbers of every other parameter, evenly
+    spaced, in bfloat16. Queries depend on all of them, and fine-tuning (a merged LoRA, say) may change any.
     """
     digest = hashlib.sha256()
     whole = {id(p) for number in info.evicting for p in info.attention[number].parameters()}
     for name, weight in sorted(info.decoder.named_parameters()):
-        numbers = weight.detach().reshape(-1)[:: 1 if id(weight) in whole else _SAMPLE]
+        numbers = weight.detach().reshape(-1)
+        numbers = numbers if id(weight) in whole else numbers[:: max(1, len(numbers) // _SAMPLE)]
         digest.update(name.encode())
-        digest.update(numbers.to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(numbers.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -6,6 +6,7 @@ from .expected import ExpectedAttention
 from .full import Full
 from .h2o import H2O
 from .infokv import InfoKV
+from .keys import KeyDiff, Knorm
 from .lagkv import LagKV
 from .mix import Mix
 from .pyramidkv import PyramidKV
@@ -29,6 +30,8 @@ __all__ = [
     "ExpectedAttention",
     "Full",
     "InfoKV",
+    "KeyDiff",
+    "Knorm",
     "LagKV",
     "Mix",
     "Policy",

@@ -77,6 +77,10 @@ class Policy:
             ValueError: with what differs and what to do.
         """
 
+    def files(self) -> tuple[str, ...]:
+        """Paths of files whose content decides what is kept, a calibration say."""
+        return ()
+
     def schedule(self, budget: int) -> dict[str, Any]:
         """The paper's own schedule for K = ``budget``, as fields of Settings: buffer, window, growth, scope.
 

@@ -79,8 +79,7 @@ class Mix(Policy):
             if part.scope != self.scope and not part.content_free:
                 raise ValueError(
                     f"mix: {part.name} scores one set for the scope {part.scope!r}, but {self.first} and "
-                    f"{self.second} together keep one for the scope {self.scope!r}: give both the same, e.g. "
-                    "first=random+draw=layer"
+                    f"{self.second} together keep one for the scope {self.scope!r}: give both the same{_draw(part)}"
                 )
 
     def check(self, heads: int, budget: Budget) -> None:
@@ -92,6 +91,9 @@ class Mix(Policy):
         if len(set(windows.values())) > 1:
             said = " and ".join(f"{name} of {count}" for name, count in windows.items())
             raise ValueError(f"mix: {said} queries: give both the same number, e.g. second=rkv+queries=64")
+
+    def files(self) -> tuple[str, ...]:
+        return tuple(file for part in self.parts for file in part.files())
 
     def check_model(self, model: ModelFacts) -> None:
         for part in self.parts:
@@ -144,6 +146,13 @@ def _ranks(keys: Tensor, there: Tensor) -> Tensor:
     )
     return torch.empty_like(order).scatter_(
         -1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    )
+
+
+def _draw(part: Policy) -> str:
+    """How random shares a part's kept set, if it can."""
+    return (
+        f", e.g. first=random+draw={part.scope}" if part.scope in ("layer", "model") else ", or the part another mode"
     )
 
 

@@ -69,6 +69,9 @@ class TriAttention(Policy):
         scopes: dict[str, PolicyScope] = {"per_head": "head-of-all-layers", "per_layer": "head", "global": "model"}
         return scopes[self.mode]
 
+    def files(self) -> tuple[str, ...]:
+        return (self.calibration,) if self.calibration else ()
+
     def schedule(self, budget: int) -> dict[str, Any]:
         return {"buffer": 128, "window": 0}  # the paper's code protects no recent window
 
