@@ -1,6 +1,6 @@
 """Put what was measured of each method into its page, between ``<!-- measured -->`` and ``<!-- /measured -->``.
 
-python benchmarks/methods.py           # from benchmarks/compare/{protection,once,once-smollm2}.json and the recorded rounds
+python benchmarks/methods.py           # from compare/{protection,once,once-smollm2}.json and round-policies-cpu.json
 python benchmarks/methods.py --check   # exit 1 if a page differs from the recorded numbers
 
 The tables of docs/methods/measured.md are made the same way.
@@ -73,7 +73,8 @@ def told(policy: str, recorded: dict[str, dict[str, Any]]) -> list[str]:
         cost = f"`{row['policy']}`: a round costs {row['over_random']:.3g} [{low:.3g}, {high:.3g}] times random's"
         if row["between_ms"]:
             cost += f", with what is observed between rounds {row['both_over_random']:.3g}"
-        found.append(f"{cost}; extra memory {row['extra_share']:.1%} of the entries (K = 2048, r = 64, one CPU thread).")
+        share = f"{row['extra_share']:.1%}"
+        found.append(f"{cost}; extra memory {share} of the entries (K = 2048, r = 64, one CPU thread).")
     return found
 
 
@@ -87,7 +88,7 @@ def pages(recorded: dict[str, dict[str, Any]]) -> dict[Path, str]:
         after = rest.partition(END)[2] if END in rest else rest
         lines = [line for policy in policies for line in told(policy, recorded)]
         body = "\n".join(f"- {line}" for line in lines)
-        see = "Measured ([commands and all methods](measured.md)); intervals 95%:" if lines else "Not measured by itself."
+        see = "Measured ([commands and all methods](measured.md)); intervals 95%:"
         made[path] = f"{before}{START}\n{see}\n\n{body}\n{END}{after}"
     path = PAGES / "measured.md"
     before, _, rest = path.read_text().partition(START)
