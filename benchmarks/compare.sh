@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every comparison that the documents quote, with its exact arguments. About two hours on 2 cores in all.
+# Every comparison that the documents quote, with its exact arguments. About four hours on 2 cores in all.
 #
 #   benchmarks/compare.sh                  # all of them
 #   benchmarks/compare.sh table question2  # some
