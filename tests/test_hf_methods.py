@@ -30,7 +30,7 @@ from masked import Frame, Rule, force, taped
 from models import left_pad, prompt, step, tiny
 from observed import Seen, observe, seen_sets
 from scored import Count
-from small import K, R, evict
+from small import PIECES, K, R, evict, in_pieces
 
 Scores = list[list[dict[int, float]]]
 
@@ -171,15 +171,9 @@ def test_a_padded_batch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", list(CASES))
 def test_chunks_keep_what_single_tokens_keep(name: str) -> None:
     case, model, ids, kept = CASES[name], tiny("llama"), prompt(75, seed=4), []
-    for pieces in ([1], [2, 4, 1, 3], [4], [3, 1]):
+    for pieces in PIECES:
         with evict(model, case.policy, **case.options, prompt_length=11) as cache:
-            at, turn = 0, 0
-            while at < 75:
-                space = 11 - at if at < 11 else cache.trace_space() or 1
-                size = min(pieces[turn % len(pieces)], space, 75 - at)
-                with cache.as_trace() if at >= 11 else cache.as_prompt():
-                    step(model, cache, ids[:, at : at + size])
-                at, turn = at + size, turn + 1
+            in_pieces(model, cache, ids, 11, pieces)
             kept.append(cache.kept_positions())
             assert cache.stats()["rounds"] == [12]
     assert all(torch.equal(kept[0], other) for other in kept[1:])

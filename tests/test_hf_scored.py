@@ -14,7 +14,7 @@ from kvkeep.hf.engine import HFEngine
 from masked import Frame, Rule, close, force, replay, taped
 from models import CASES, generate, left_pad, prompt, step, tiny
 from scored import FORMULAS, NEAR, Count, check_scored
-from small import K, R, evict
+from small import PIECES, K, R, evict, in_pieces
 from test_load import make_tokenizer
 
 POLICIES = ["snapkv", "keydiff", "knorm"]
@@ -179,15 +179,9 @@ def test_beams() -> None:
 def test_chunks_keep_what_single_tokens_keep(name: str) -> None:
     """Prompt and trace in chunks of several sizes: the ring holds the last w queries across forwards."""
     model, ids, kept = tiny("qwen3"), prompt(75, seed=4), []
-    for pieces in ([1], [2, 4, 1, 3], [4], [3, 1]):
+    for pieces in PIECES:
         with evict(model, **FORMULAS[name][0], prompt_length=11) as cache:
-            at, turn = 0, 0
-            while at < 75:
-                space = 11 - at if at < 11 else cache.trace_space() or 1
-                size = min(pieces[turn % len(pieces)], space, 75 - at)
-                with cache.as_trace() if at >= 11 else cache.as_prompt():
-                    step(model, cache, ids[:, at : at + size])
-                at, turn = at + size, turn + 1
+            in_pieces(model, cache, ids, 11, pieces)
             kept.append(cache.kept_positions())
             assert cache.stats()["rounds"] == [12]
     assert all(torch.equal(kept[0], other) for other in kept[1:])

@@ -6,10 +6,8 @@ Engine-neutral: :mod:`kvkeep.hf.calibrate` measures it, :class:`kvkeep.policies.
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import re
-import tempfile
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -20,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from .report.files import write_bytes
 from .rotary import Rotary
 from .signals import ModelFacts
 
@@ -109,7 +108,6 @@ class Calibration:
 
     def save(self, path: str | Path) -> None:
         """Write a .safetensors file; a reader sees the old one or the new one, never half of it."""
-        path = Path(path)
         tensors = {name: getattr(self, name).detach().cpu().contiguous().clone() for name in _TENSORS[:3]}
         tensors["inv_freq"] = self.rotary.inv_freq.detach().cpu().contiguous()
         if self.passing.shape[-1]:
@@ -118,18 +116,7 @@ class Calibration:
                    "width": self.width, "tokens": self.tokens, "scaling": self.rotary.scaling}  # fmt: skip
         metadata = {"schema": SCHEMA, **{name: getattr(self, name) for name in _TEXTS}}
         data = save(tensors, metadata | {name: json.dumps(value) for name, value in numbers.items()})
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(name, 0o644)
-            os.replace(name, path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        write_bytes(path, data)
 
 
 def same_rotation(one: Rotary, other: Rotary) -> bool:
