@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvkeep.hf import rounds
+from kvkeep.hf import moves
 from kvkeep.policies import Policy
 from kvkeep.policies.base import PolicyScope
 from kvkeep.signals import POSITIONS, RoundView
@@ -114,12 +114,12 @@ def test_an_interrupt_in_the_middle_of_the_moves(turn: bool, monkeypatch: pytest
             raise KeyboardInterrupt
         moved(*args)
 
-    moved = rounds.move_entries
+    moved = moves.move_entries
     with evict(model, budget=40) as cache:
         force(model, cache, ids[:, :44], 11)
         cache._mode = "prompt" if turn else None
         with monkeypatch.context() as patch:
-            patch.setattr(rounds, "move_entries", interrupted)
+            patch.setattr(moves, "move_entries", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 step(model, cache, ids[:, 44 : 52 if turn else 45])
         assert len(calls) == 4

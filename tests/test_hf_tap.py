@@ -150,13 +150,13 @@ def test_a_forward_that_fails(where: str, error: type[BaseException]) -> None:
         with calls(attention.get_submodule(where), fail, after=not where), pytest.raises(error):
             step(model, cache, ids[:, 20:21])
         assert model.config._attn_implementation == "sdpa"
-        ring = {layer: data.clone() for layer, data in cache._rounds.queries._data.items()}
+        ring = {layer: data.clone() for layer, data in cache.watch.ring._data.items()}
         batch = left_pad([ids, ids[:, :30]])
         with torch.no_grad():
             assert torch.equal(model(ids).logits, clean)
             padded = model(**batch).logits
         assert torch.allclose(padded[1, -30:], model(ids[:, :30]).logits[0], atol=1e-5), "the mask got lost"
-        assert all(torch.equal(ring[layer], data) for layer, data in cache._rounds.queries._data.items())
+        assert all(torch.equal(ring[layer], data) for layer, data in cache.watch.ring._data.items())
         with pytest.raises(RuntimeError, match=r"call reset\(\)"):
             step(model, cache, ids[:, 20:21])
         cache.reset()
@@ -223,10 +223,10 @@ def test_only_its_own_forwards_are_tapped() -> None:
             a, b = (0 if t == 11 else t - 1), t
             for cache, tokens in ((first, ids), (second, others["snapkv"]), (third, others["recency"])):
                 step(model, cache, tokens[:, a:b])
-                before = [data.clone() for c in (first, second) if c._rounds.queries for data in ring(c)]
+                before = [data.clone() for c in (first, second) if c.watch.ring for data in ring(c)]
                 model(prompt(5))
                 generate(model, None, prompt(5), 1)
-                after = [data for c in (first, second) if c._rounds.queries for data in ring(c)]
+                after = [data for c in (first, second) if c.watch.ring for data in ring(c)]
                 assert all(map(torch.equal, before, after))
             if t == 30:  # one of them ends: the other's tap stays open
                 assert not untapped(model)
@@ -242,7 +242,7 @@ def test_only_its_own_forwards_are_tapped() -> None:
 
 
 def ring(cache: Any) -> list[Tensor]:
-    return list(cache._rounds.queries._data.values())
+    return list(cache.watch.ring._data.values())
 
 
 def test_threads() -> None:
