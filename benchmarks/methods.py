@@ -110,6 +110,7 @@ def summary(recorded: dict[str, dict[str, Any]]) -> str:
             row[f"once, {model}"] = score(once[model])
         if real:
             row["once, SmolLM2"] = score(real["smollm2"])
+    rows = {("full cache",): full_row(recorded), **rows}
     accuracy = [f"{model}, {side}" for model in MODELS for side in ("protected", "not")]
     passcodes = [*(f"once, {model}" for model in MODELS), "once, SmolLM2"]
     costs: dict[tuple[str, ...], dict[str, str]] = {}
@@ -127,6 +128,15 @@ def summary(recorded: dict[str, dict[str, Any]]) -> str:
         "### A round", table(["policy"], costs, list(next(iter(costs.values())))),
     ]  # fmt: skip
     return "\n\n".join(parts) + "\n"
+
+
+def full_row(recorded: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """The full cache, where a protection means nothing."""
+    full = {name: {c["model"]: c for c in recorded[name]["cells"] if c["budget"] is None}
+            for name in ("protection", "once", "once-smollm2")}  # fmt: skip
+    row = {f"{m}, protected": score(full["protection"][m]) for m in MODELS}
+    row |= {f"once, {m}": score(full["once"][m]) for m in MODELS}
+    return row | {"once, SmolLM2": score(full["once-smollm2"]["smollm2"])}
 
 
 def main() -> int:

@@ -125,7 +125,7 @@ def test_kept_sets_follow_the_formula(name: str, monkeypatch: pytest.MonkeyPatch
     say(check(case, monkeypatch, frames, ids, Rule(K, R, R, share=1), 11), 54, name)
 
 
-@pytest.mark.parametrize("protect", ["none", "sinks:3"])
+@pytest.mark.parametrize("protect", ["none", "sinks:3", "prompt:0.5"])
 @pytest.mark.parametrize("name", list(CASES))
 def test_without_protection(name: str, protect: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt that the first round cuts down, in one chunk; another window than r."""
@@ -133,12 +133,14 @@ def test_without_protection(name: str, protect: str, monkeypatch: pytest.MonkeyP
     model = tiny("llama")
     with evict(model, case.policy, **case.options, protect=protect) as cache:
         frames = force(model, cache, ids, 33)
-    rule = Rule(K, R, R, sinks=3 if protect == "sinks:3" else 0)
+    rule = Rule(K, R, R, sinks=3 if protect == "sinks:3" else 0, share=0.5 if protect == "prompt:0.5" else 0)
     say(check(case, monkeypatch, frames, ids, rule, 33, family="llama"), 40, f"{name} {protect}")
 
 
 @pytest.mark.parametrize("family", ["llama-mha", "llama-mqa", "phi3", "gemma3", "gpt-oss"])
-@pytest.mark.parametrize("name", ["h2o", "rkv", "infokv", "expected", "beaconkv", "triattention"])
+@pytest.mark.parametrize(
+    "name", ["h2o", "tova", "rpc", "lagkv", "rkv", "infokv", "expected", "beaconkv", "triattention"]
+)
 def test_families(name: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many KV heads as query heads, a single one, fused projections, sliding layers beside full ones."""
     case, ids = CASES[name], prompt(46, seed=4)

@@ -98,8 +98,8 @@ def generate(
     sample = engine.generate([ids], [0], sampling, streamer=streamer)[0]
     stats = sample.stats
     err.print(
-        f"[dim]{policy}: {stats['prompt']} prompt + {len(sample.tokens)} trace tokens, {stats['rounds']} rounds, "
-        f"{stats['entries']} entries a head, cache peak {stats['bytes']['peak'] / 2**20:.2f} MiB[/dim]"
+        f"[dim]{stats['policy']}: {stats['prompt']} prompt + {len(sample.tokens)} trace tokens, "
+        f"{stats['rounds']} rounds, {stats['entries']} entries a head, cache peak {stats['bytes']['peak'] / 2**20:.2f} MiB[/dim]"
     )
     if stats_json is not None:
         write_json(stats_json, {"model": model, "settings": settings.to_dict(), "versions": versions(),

@@ -114,6 +114,8 @@ class Settings:
         """
         options = {**policies()[policy].published_options, **values.pop("options", {})}
         made = make_policy(policy, options)
+        if not made.evicts:
+            return cls(policy, options=options, seed=values.get("seed", 0))
         given = {"budget": budget, **made.schedule(budget), "protect": made.published_protection, **values}
         return cls(policy=policy, options=options, **given)
 

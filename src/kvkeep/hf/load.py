@@ -81,7 +81,10 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool | No
     if chat and not tokenizer.chat_template:
         raise ValueError("the tokenizer has no chat template: pass chat=False to encode the text as it is")
     if not (tokenizer.chat_template if chat is None else chat):
-        return list(tokenizer(text)["input_ids"])
+        try:
+            return list(tokenizer(text)["input_ids"])
+        except Exception as error:  # the tokenizers library has no class of its own for them
+            raise ValueError(f"the model's tokenizer cannot read the prompt: {error}") from error
     template: Any = tokenizer.apply_chat_template
     return list(template([{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False))
 

@@ -30,7 +30,7 @@ def describe(cache: EvictCache, positions: int, policy: int, peak: int) -> dict[
     asked = None if cache.budget is None else cache.budget.total
     totals = [None if row.budget is None else row.budget.total for row in rows]
     return {
-        "policy": cache.policy.name,
+        "policy": cache.policy.title,
         "protect": cache.settings.protect_text,
         "seen": [row.seen for row in rows],
         "prompt": [row.prompt_length for row in rows],

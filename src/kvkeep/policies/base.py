@@ -54,6 +54,12 @@ class Policy:
     digest_blocks: ClassVar[tuple[int, int | None]] = (1024, None)
 
     @property
+    def title(self) -> str:
+        """The name, with the options that are always spelled out."""
+        told = ",".join(f"{option}={getattr(self, option)}" for option in self.shown)
+        return f"{self.name}:{told}" if told else self.name
+
+    @property
     def scope(self) -> PolicyScope:
         """Which heads share a kept set."""
         return "head"
