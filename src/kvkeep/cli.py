@@ -99,7 +99,8 @@ def generate(
     stats = sample.stats
     err.print(
         f"[dim]{stats['policy']}: {stats['prompt']} prompt + {len(sample.tokens)} trace tokens, "
-        f"{stats['rounds']} rounds, {stats['entries']} entries a head, cache peak {stats['bytes']['peak'] / 2**20:.2f} MiB[/dim]"
+        f"{stats['rounds']} rounds, {stats['entries']} entries a head, "
+        f"cache peak {stats['bytes']['peak'] / 2**20:.2f} MiB[/dim]"
     )
     if stats_json is not None:
         write_json(stats_json, {"model": model, "settings": settings.to_dict(), "versions": versions(),
