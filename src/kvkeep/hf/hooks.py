@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 
 
 class Hooks:
-    """Two kinds of ``torch.nn.Module`` hooks, which act only in forwards that were given this cache.
+    """``torch.nn.Module`` hooks, which act only in forwards that were given this cache.
 
     On the decoder: before a forward the cache runs due rounds and decides where to write; after it
     the tokens count as seen. On each evicting attention: the mask is replaced where rows hold
-    different numbers of entries. The hooks do not keep the cache alive.
+    different numbers of entries. For policies that ask: the tap on attention, hidden states of the
+    decoder's blocks, the output layer's logits. The hooks do not keep the cache alive.
 
     Args:
         cache: who is told.
