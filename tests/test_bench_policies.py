@@ -65,7 +65,7 @@ def test_rounds_are_the_engines(spec: str) -> None:
             for i, row in enumerate(cache.rows):
                 assert row.trace_rounds == number + 1
                 assert row.cached == K
-                kept = cache.rounds.kept_positions(i, cache.rows, cache.streams)  # [L, H, n], -1 fills up
+                kept = cache.rounds.kept_positions(i, cache.rows)  # [L, H, n], -1 fills up
                 held = row.by_layer(L)
                 assert sum(held) == K * L
                 for layer in range(L):
