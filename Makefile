@@ -44,7 +44,8 @@ test: lint model test-519
 # The engine's behaviour on the older transformers; the core does not import it.
 test-519: $(VENV519)/stamp $(VENV)/stamp model
 	$(VENV519)/bin/python -m pytest -q -n $(WORKERS) -m "not slow" tests/test_hf_*.py tests/test_load.py \
-		tests/test_engine*.py tests/test_calibrate.py tests/test_fidelity.py tests/test_signals.py tests/test_tasks_*.py tests/test_compare_cli.py
+		tests/test_engine*.py tests/test_calibrate.py tests/test_signals.py tests/test_tasks_*.py tests/test_compare_cli.py
+	$(VENV519)/bin/python -m pytest -q -n $(WORKERS) tests/test_fidelity.py
 
 check-gpu:
 	PYTHONPATH=src $(PYTHON) -m kvkeep.bench.gpu --out benchmarks/gpu.json

@@ -209,6 +209,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_gpu_checks_run_with_torch_and_transformers_alone(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
     command = [sys.executable, "-c", BARE, "--out", str(out), "--device", "cpu"]
@@ -220,6 +221,7 @@ def test_gpu_checks_run_with_torch_and_transformers_alone(tmp_path: Path) -> Non
     assert all(row["ok"] for row in result["rows"])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_gpu_checks_say_that_there_is_no_gpu(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "kvkeep.bench.gpu", "--out", str(tmp_path / "gpu.json")]

@@ -21,6 +21,7 @@ def question_file(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_two_workers_write_what_one_process_would(
     abacus_model: Path,  # noqa: F811
     tmp_path: Path,
@@ -106,6 +107,7 @@ def test_mistakes_are_one_line(
     assert not out.exists()  # refused before anything was written
 
 
+@pytest.mark.slow
 def test_a_worker_that_cannot_load_its_model_says_so(
     abacus_model: Path,  # noqa: F811
     tmp_path: Path,

@@ -70,6 +70,7 @@ def command(start: str) -> list[str]:
     return line.split()
 
 
+@pytest.mark.slow
 def test_it_is_listed_and_runs(installed: Path, tiny: Path, tmp_path: Path) -> None:  # noqa: F811
     assert "loud" in kvkeep(installed, "policies")
     stats = tmp_path / "stats.json"
@@ -80,12 +81,14 @@ def test_it_is_listed_and_runs(installed: Path, tiny: Path, tmp_path: Path) -> N
     assert found["stats"]["policy"] == "loud"
 
 
+@pytest.mark.slow
 def test_the_shared_checks_pass(installed: Path) -> None:
     said = run(installed, *command("python -m kvkeep.testing")[1:])
     assert said.count("passed  ") == 2 * (len(MADE) + len(ENGINE))
     assert said.endswith("all checks passed\n")
 
 
+@pytest.mark.slow
 def test_its_own_test_passes_and_can_fail(installed: Path) -> None:
     assert "2 passed" in run(installed, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_my_loud.py")
     code = installed / "my_loud.py"
@@ -94,11 +97,13 @@ def test_its_own_test_passes_and_can_fail(installed: Path) -> None:
         run(installed, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_my_loud.py")
 
 
+@pytest.mark.slow
 def test_the_suite_checks_what_is_installed(installed: Path) -> None:
     words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).parent / "test_fidelity.py")]
     assert "1 passed" in run(installed, *words, "-k", "test_every_registered_policy and loud")
 
 
+@pytest.mark.slow
 def test_compare_takes_it(installed: Path) -> None:
     words = command("kvkeep compare")[1:]
     said = kvkeep(installed, *words, "--plan")

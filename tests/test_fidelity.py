@@ -22,6 +22,8 @@ from kvkeep.testing.engine import ENGINE, chunks, invariants, logits, nothing_lo
 from kvkeep.testing.fidelity import MADE, made_rounds
 from kvkeep.testing.trial import Frame, Trial
 
+torch.set_num_threads(1)  # the workers of a test run share the cores
+
 #: Options that change what is shown, shared or split; and methods that do little on 24 entries by default.
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("random", {"draw": "layer"}),
@@ -39,6 +41,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(policies()))
 def test_every_registered_policy(name: str) -> None:
     policy = make_policy(name)
@@ -337,6 +340,7 @@ def test_the_command_says_what_fails(capsys: pytest.CaptureFixture[str]) -> None
     assert said.splitlines()[-1].endswith("checks failed")
 
 
+@pytest.mark.slow
 def test_it_is_a_module() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "kvkeep.testing", "full"],

@@ -344,6 +344,7 @@ for words in (["policies"], ["generate", "x", "--policy", "others"]):
 """
 
 
+@pytest.mark.slow
 def test_somebody_elses_broken_policy(tiny_folder: Path, tmp_path: Path) -> None:  # noqa: F811
     """kvkeep's own methods go on; what needs the others says which package is broken."""
     site = tmp_path / "site"

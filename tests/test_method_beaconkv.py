@@ -39,6 +39,7 @@ def padded(beacons: list[np.ndarray], count: int) -> list[np.ndarray]:
     return [beacons[i % len(beacons)] for i in range(count)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"recent": 3}, {"recent": 2, "beacons": 6}, {"reduce": "mean", "beacons": 3}])
 def test_the_formula(options: dict[str, Any]) -> None:
     policy = BeaconKV(**options)

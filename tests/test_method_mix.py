@@ -110,6 +110,7 @@ def test_equal_scores() -> None:
     assert found == set(made.heads_of[0][0][0].candidates[2:])
 
 
+@pytest.mark.slow
 def test_random_draws_uniformly_from_what_is_left() -> None:
     """Two thirds by norm, the rest a fair draw: inclusion counts are uniform, and those of the best are full."""
     made = Made([60], kept=30, layers=1, heads=1, seed=1)

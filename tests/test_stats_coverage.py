@@ -80,6 +80,7 @@ def check_coverage(rows: list[Row], least_small: float) -> None:
         assert not regular or 0.93 <= np.mean(regular) <= 0.97, (n, np.mean(regular))
 
 
+@pytest.mark.slow
 def test_coverage_of_some_scenarios() -> None:
     differences = grid("difference", [(0.5, 0.0), (0.9, 0.05)], (0.8,))
     means = grid("mean", [(0.5, 0.0), (0.95, 0.0)], (0.5,))
@@ -89,6 +90,7 @@ def test_coverage_of_some_scenarios() -> None:
         check_coverage(rows, least_small=0.92)
 
 
+@pytest.mark.slow
 def test_percentile_bootstrap_fails_the_same_check() -> None:
     rows = measured((30, 60), grid("mean", [(0.8, 0.0), (0.95, 0.0)], (0.5,)) + TAILS[:3], datasets=1200)
     with pytest.raises(AssertionError, match="n=30"):

@@ -67,6 +67,7 @@ def test_blocked_attention_and_its_gradients(length: int, dropped: bool) -> None
         assert (a - b).abs().max() < 1e-5  # gradients of keys and values add up in float32
 
 
+@pytest.mark.slow
 def test_attention_dropout_drops_its_share_and_differentiates_through_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "BLOCK", 16)
     generator = torch.Generator().manual_seed(0)
@@ -122,6 +123,7 @@ def losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dropout", ["none", "kv", "attention"])
 def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(tmp_path: Path, dropout: str) -> None:
     recipe = replace(SMALL, steps=12, dropout=dropout)
@@ -137,6 +139,7 @@ def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(tmp_path: Path,
     assert math.isclose(whole.progress.loss, parts.progress.loss)
 
 
+@pytest.mark.slow
 def test_a_level_that_was_reached_is_resumed_at_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Trainer, "_ready", lambda self: self.progress.level_step == 4 and self.progress.level < 4)
     whole = Trainer(replace(SMALL, steps=9), tmp_path / "whole")
