@@ -79,6 +79,11 @@ class Budget:
         if self.scope == "grow" and self.room < self.window:
             raise ValueError(f"room {self.room} is smaller than the window {self.window}, which is always kept")
 
+    @classmethod
+    def without_rounds(cls, window: int) -> Budget:
+        """A budget that no round ever reaches, where only a context is compressed."""
+        return cls(1 << 40, max(1, window), window)
+
     def kept(self, number: int) -> int:
         """Entries a head holds after round ``number`` (rounds count from 0)."""
         return self.total if self.growth is None else self.total + floor(number * self.every / self.growth)

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ..hf.cache import EvictCache
-from ..hf.force import CACHE_ARGUMENT
+from ..hf.contract import CACHE_ARGUMENT
 from ..settings import Settings
 from .common import alternate, interval, load_model, median, place, progress, record, threads
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..draws import rank_keys, round_words
 from ..hf.cache import EvictCache
-from ..hf.force import CACHE_ARGUMENT
+from ..hf.contract import CACHE_ARGUMENT
 from ..report.files import write_json
 from ..settings import Settings
 from . import decode, round

@@ -69,7 +69,7 @@ class InPlace:
             size = (shape.batch, shape.heads, self.row.cached, shape.head_dim)
             layer.k, layer.v = (torch.randn(size, device=device).to(shape.dtype) for _ in range(2))
         info = ModelInfo(nn.Module(), {}, [*self.layers], tuple(range(shape.layers)), shape.heads, None, None)
-        watch = Watch(policy, info, self.layers, budget, 0, None)
+        watch = Watch(policy, info, self.layers, budget, None)
         self.rounds = Rounds(policy, settings, info, self.layers, watch)
         self.rounds.begin(shape.batch, device)
         self.which = list(range(shape.batch))

@@ -75,7 +75,7 @@ class StandIn:
         decoder.layers = nn.ModuleList(nn.Identity() for _ in numbers)
         # The output layer is never run: logits are handed over, as the model's own forward does.
         info = ModelInfo(decoder, {}, [*self.layers], tuple(numbers), shape.heads, nn.Module(), None)
-        self.watch = Watch(policy, info, self.layers, budget, 0, rotary)
+        self.watch = Watch(policy, info, self.layers, budget, rotary)
         self.rounds = Rounds(policy, settings, info, self.layers, self.watch)
         self.rounds.begin(shape.batch, device)
         self.rows = [Row.new(budget, settings.protection, policy.slots_per_unit) for _ in range(shape.batch)]

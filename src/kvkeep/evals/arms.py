@@ -114,10 +114,9 @@ class Arm:
             budget = (2**40 // buffer) * buffer
         if self.published:
             assert budget is not None
-            given = {"buffer": buffer, **values}
-            own = make_policy(self.policy, self.options).schedule(budget)
-            return Settings.published(self.policy, budget, **{k: v for k, v in given.items() if k not in own or k in
-                                      self.values}, options=dict(self.options))  # fmt: skip
+            if "buffer" not in make_policy(self.policy, self.options).schedule(budget):
+                values = {"buffer": buffer, **values}  # the paper has none: the one common to all arms
+            return Settings.published(self.policy, budget, **values, options=dict(self.options))
         return Settings(self.policy, **{"budget": budget, "buffer": buffer, **values}, options=dict(self.options))
 
 

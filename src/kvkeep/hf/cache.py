@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -11,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..budget import Budget
 from ..settings import Settings
 from ..signals import DIGEST, ROTARY
+from .contract import CACHE_ARGUMENT
 from .forwards import Forwards
 from .hooks import Hooks
 from .layer import EvictingLayer
@@ -52,8 +53,8 @@ class EvictCache(Forwards):
         self.context_length: int | None = None
         refuse_signals(self.policy)
         self.info = examine(model)
-        window = settings.prefill_window
-        self.policy.check(self.info.heads, self.budget or Watch.only_prefill(window))
+        rounds = self.budget or Budget.without_rounds(settings.prefill_window)
+        self.policy.check(self.info.heads, rounds)
         known = facts(self.info, rotary=bool({ROTARY, DIGEST} & self.policy.signals))
         self.policy.check_model(known)
         layers = list(self.info.layers)
@@ -65,7 +66,7 @@ class EvictCache(Forwards):
             layers[number] = EvictingLayer(number, self.info.heads, part, lambda: owner._columns, numbers)
             self.evicting.append(layers[number])
         super().__init__(layers=layers)
-        self.watch = Watch(self.policy, self.info, self.evicting, self.budget, window, known.rotary)
+        self.watch = Watch(self.policy, self.info, self.evicting, rounds, known.rotary)
         self._rounds = Rounds(self.policy, settings, self.info, self.evicting, self.watch)
         self._samples = samples
         self._begin_request()
@@ -119,12 +120,11 @@ class EvictCache(Forwards):
                 f"prefill() takes token ids [rows, columns] with at least one column, got {list(ids.shape)}"
             )
         n, model = ids.shape[1], self.info.decoder
-        name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
         positions = None if attention_mask is None else (attention_mask.cumsum(1) - 1).clamp(min=0)
         with torch.no_grad(), self.as_prompt():
             for first in range(0, n, chunk or n):
                 end = min(n, first + (chunk or n))
-                told: dict[str, Any] = {name: self, "use_cache": True}
+                told: dict[str, Any] = {CACHE_ARGUMENT: self, "use_cache": True}
                 if attention_mask is not None and positions is not None:
                     told |= {"attention_mask": attention_mask[:, :end], "position_ids": positions[:, first:end]}
                 model(ids[:, first:end], **told)

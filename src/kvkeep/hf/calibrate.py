@@ -13,9 +13,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ..calibration import Calibration
 from ..rotary import Rotary
-from .force import CACHE_ARGUMENT
-from .model import ModelInfo, Unsupported, examine
-from .queries import Tap, listen
+from .contract import CACHE_ARGUMENT
+from .model import ModelInfo, examine
+from .queries import listen, tap_modules
 from .rotary import facts
 
 LEAST = 256  # tokens; means of fewer say little
@@ -114,17 +114,7 @@ def _tapped(info: ModelInfo, take: Callable[[nn.Module, Tensor], None]) -> Itera
     def listener(module: nn.Module, queries: Tensor, *rest: Any) -> None:
         take(module, queries)
 
-    def before(module: nn.Module, args: Any) -> None:
-        listen(listener)
-
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        if listen(None) is listener and output is not None:  # there is no output after an exception
-            raise Unsupported(f"{type(module).__name__} computes attention in its own way: it cannot be calibrated")
-
-    handles: list[Any] = [Tap(info.attention.values())]
-    for module in info.attention.values():
-        handles.append(module.register_forward_pre_hook(before))
-        handles.append(module.register_forward_hook(after, always_call=True))
+    handles = tap_modules(info.attention.values(), listener, ": it cannot be calibrated")
     try:
         yield
     finally:

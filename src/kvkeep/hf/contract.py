@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor
 from transformers import Cache
 
@@ -17,6 +19,9 @@ from .rounds import Rounds
 from .step import Step
 from .streams import Streams
 from .watch import Watch
+
+#: Name under which the installed transformers takes a cache.
+CACHE_ARGUMENT = "cache" if Version(transformers.__version__) >= Version("5.24.0") else "past_key_values"
 
 
 class Contract(Cache):

@@ -20,7 +20,8 @@ from ..draws import stream_of
 from ..engine import Forced, Sample, Sampling
 from ..settings import Settings
 from .cache import EvictCache
-from .force import CACHE_ARGUMENT, HFForcing, as_batch, collect, feed
+from .contract import CACHE_ARGUMENT
+from .force import HFForcing, as_batch, collect, feed
 from .meter import Meter
 from .model import examine
 

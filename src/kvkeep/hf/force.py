@@ -7,17 +7,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import transformers
-from packaging.version import Version
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..engine import Chunk, Forced
 from .cache import EvictCache
+from .contract import CACHE_ARGUMENT
 from .meter import Meter
 
-#: Name under which the installed transformers takes a cache.
-CACHE_ARGUMENT = "cache" if Version(transformers.__version__) >= Version("5.24.0") else "past_key_values"
 _TOKENS = 512  # a forward brings at most
 _NUMBERS = 1 << 25  # of logits a forward gives at most: 128 MiB in float32, of which there are up to three copies
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from .model import ModelInfo, Unsupported, implementation
-from .queries import Tap, listen
+from .queries import listen, tap_modules
 from .watch import Watch, output_of
 
 if TYPE_CHECKING:
@@ -99,23 +99,13 @@ class Hooks:
         def forget(module: nn.Module, args: Any, kwargs: Any = None) -> None:
             listen(None)  # an interrupt may have left somebody waiting, whom these queries do not concern
 
-        def before(module: nn.Module, args: Any, kwargs: Any = None) -> None:
+        def active() -> bool:
             owner = reference()
-            if owner is not None and self.thread == get_ident() and owner.step is not None:
-                listen(take)
-
-        def after(module: nn.Module, args: Any, kwargs: Any = None, output: Any = None) -> None:
-            if listen(None) is take and output is not None:  # there is no output after an exception
-                raise Unsupported(
-                    f"{type(module).__name__} computes attention in its own way, so its queries cannot be seen: "
-                    "use a policy that does not ask for queries"
-                )
+            return owner is not None and self.thread == get_ident() and owner.step is not None
 
         self._handles.append(info.decoder.register_forward_pre_hook(forget, with_kwargs=True))
-        for module in info.attention.values():
-            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
-        self._handles.append(Tap(info.attention.values()))
+        instead = ", so its queries cannot be seen: use a policy that does not ask for queries"
+        self._handles += tap_modules(info.attention.values(), take, instead, active)
 
     def _hidden(self, reference: weakref.ref[EvictCache], number: int) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:

@@ -143,8 +143,7 @@ class Predictions:
             raise Unsupported("the model changes its logits after the output layer, so their entropy is not known here")
 
     def select(self, order: Sequence[int]) -> None:
-        """Keep these rows, in this order."""
-        self.settle(anybody=True)
+        """Keep these rows, in this order; what waited was settled before any entry moved."""
         if self.before is not None:
             self.before = self.before[list(order)]
         self.started = [self.started[i] for i in order] if self.started else []

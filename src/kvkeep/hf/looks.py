@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..layout import Round
 from ..plan import Moves, Overrides, plan
-from ..policies import Policy
+from ..policies import Policy, shared_axes
 from ..positions import PositionStore
 from ..settings import Settings
 from ..signals import RoundView
@@ -117,8 +117,7 @@ class Looks:
     def check(self, keys: Tensor, view: RoundView) -> None:
         """Refuse what a policy returned if it has the wrong shape, or NaN."""
         scope = self.policy.scope
-        layers = 1 if scope in ("model", "head-of-all-layers") else len(self.layers)
-        heads = 1 if scope in ("model", "layer") else self.info.heads
+        layers, heads = shared_axes(scope, len(self.layers), self.info.heads)
         wanted = [len(view.streams), layers, heads, view.candidates // self.policy.slots_per_unit]
         whole = [wanted[0], len(self.layers), self.info.heads, wanted[3]]  # what masks tell apart, a policy may too
         if list(keys.shape) != wanted and not (self.masks.per_head and list(keys.shape) == whole):

@@ -69,6 +69,38 @@ class Tap:
                         module.config = view.config
 
 
+def tap_modules(
+    modules: Iterable[nn.Module], take: Listener, instead: str, active: Callable[[], bool] = lambda: True
+) -> list[Any]:
+    """Let attention modules hand over their queries.
+
+    Args:
+        modules: attention modules of a model.
+        take: gets what each hands over.
+        instead: what to do about a module that computes attention in its own way, for the message.
+        active: whether a forward is one to listen to.
+
+    Returns:
+        Handles with ``remove()``.
+    """
+    modules = list(modules)
+
+    def before(module: nn.Module, args: Any, kwargs: Any = None) -> None:
+        if active():
+            listen(take)
+
+    def after(module: nn.Module, args: Any, kwargs: Any = None, output: Any = None) -> None:
+        if listen(None) is take and output is not None:  # there is no output after an exception
+            raise Unsupported(f"{type(module).__name__} computes attention in its own way{instead}")
+
+    handles: list[Any] = []
+    for module in modules:
+        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+    handles.append(Tap(modules))
+    return handles
+
+
 class _Tapped:
     """A configuration that names the tap to a thread that listens; all else is the configuration's own."""
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..layout import Round, Row
 from ..plan import Moves
-from ..policies import Policy
+from ..policies import Policy, shared_axes
 from ..positions import PositionStore
 from ..settings import Settings
 from ..signals import OF_LAYERS
@@ -84,9 +84,7 @@ class Rounds(Looks):
     @property
     def shape(self) -> tuple[int, int]:
         """Layers and heads of the position store: 1 where kept sets are shared."""
-        scope = "head" if self.masks.per_head else self.policy.scope
-        one_layer, one_head = scope in ("model", "head-of-all-layers"), scope in ("model", "layer")
-        return 1 if one_layer else len(self.layers), 1 if one_head else self.info.heads
+        return shared_axes("head" if self.masks.per_head else self.policy.scope, len(self.layers), self.info.heads)
 
     @property
     def state_nbytes(self) -> int:

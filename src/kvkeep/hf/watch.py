@@ -38,8 +38,7 @@ class Watch:
         policy: names the signals.
         info: layers and modules of the model.
         layers: the evicting layers.
-        budget: as configured; None where only the context is compressed.
-        window: newest entries that stay then.
+        budget: as configured.
         rotary: how the model rotates, if the policy asks for it.
     """
 
@@ -48,23 +47,17 @@ class Watch:
         policy: Policy,
         info: ModelInfo,
         layers: Sequence[EvictingLayer],
-        budget: Budget | None,
-        window: int,
+        budget: Budget,
         rotary: Rotary | None,
     ) -> None:
         self.policy, self.info, self.layers, self.rotary = policy, info, layers, rotary
-        self.budget = budget or self.only_prefill(window)
+        self.budget = budget
         self.columns = columns(policy)
         self.index = {layer.number: i for i, layer in enumerate(layers)}
         self.blocks = blocks(info) if EVOLUTION in policy.signals else {}
         if ENTROPY in policy.signals and info.head is None:
             raise Unsupported("the model has no output layer, whose predictions the policy asks for")
         self.predictions: Predictions | None = None
-
-    @staticmethod
-    def only_prefill(window: int) -> Budget:
-        """A budget that no round ever reaches, for policies that ask about it."""
-        return Budget(1 << 40, max(1, window), window)
 
     @property
     def taps(self) -> bool:

@@ -1,6 +1,6 @@
 """Methods, one file each."""
 
-from .base import Policy
+from .base import Policy, shared_axes
 from .beaconkv import BeaconKV
 from .expected import ExpectedAttention
 from .full import Full
@@ -47,4 +47,5 @@ __all__ = [
     "option_names",
     "policies",
     "register",
+    "shared_axes",
 ]

@@ -15,6 +15,12 @@ from ..signals import ModelFacts, RoundView
 PolicyScope = Literal["head", "layer", "head-of-all-layers", "model"]
 
 
+def shared_axes(scope: PolicyScope, layers: int, heads: int) -> tuple[int, int]:
+    """Sizes of the axes L and H of scores and positions: 1 where layers or heads share their kept set."""
+    one_layer, one_head = scope in ("model", "head-of-all-layers"), scope in ("model", "layer")
+    return 1 if one_layer else layers, 1 if one_head else heads
+
+
 @dataclass(frozen=True)
 class Policy:
     """The rule that says which entries to keep.

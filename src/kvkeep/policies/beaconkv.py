@@ -70,14 +70,8 @@ class BeaconKV(Policy):
         return points.gather(2, chosen.expand(-1, -1, -1, width))
 
     def score(self, view: RoundView) -> Tensor:
-        now: list[Tensor] = []  # position of each row's newest query, the same for all layers
-
-        def layer_by_layer(layer: LayerView) -> Tensor:
-            if not now:
-                now.append(torch.tensor(view.seen, device=layer.keys.device) - 1)
-            return self._layer(layer, now[0].to(layer.keys.device))
-
-        return view.by_layer(layer_by_layer)
+        now = torch.tensor(view.seen, device=view.layers.device) - 1  # position of each row's newest query
+        return view.by_layer(lambda layer: self._layer(layer, now.to(layer.keys.device)))
 
     def _layer(self, layer: LayerView, now: Tensor) -> Tensor:
         assert layer.queries is not None  # declared in `signals`

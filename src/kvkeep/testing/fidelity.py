@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..plan import sortable
-from ..policies import Policy
+from ..policies import Policy, shared_axes
 from ..signals import DIGEST
 from .views import Entries, Made, declared, digests, other_contents
 
@@ -189,9 +189,7 @@ def _scores(policy: Policy, made: Made, shuffle: int = 0, rubbish: int = 0, stre
         if tensor._version != version:
             raise AssertionError(f"it writes into {name} that it was shown, which is the cache itself: work on a copy")
     rows, layers, heads, width = len(made.lengths), made.layers, made.heads, view.candidates
-    one_layer = policy.scope in ("model", "head-of-all-layers")
-    one_head = policy.scope in ("model", "layer")
-    wanted = [rows, 1 if one_layer else layers, 1 if one_head else heads, width // policy.slots_per_unit]
+    wanted = [rows, *shared_axes(policy.scope, layers, heads), width // policy.slots_per_unit]
     if list(keys.shape) != wanted:
         raise AssertionError(
             f"scope {policy.scope!r} wants scores of shape [R, L, H, C] = {wanted}, got {list(keys.shape)}: return 1 "

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from ..hf.contract import CACHE_ARGUMENT
 from ..hf.evict import evict
-from ..hf.force import CACHE_ARGUMENT
 from ..policies import Policy
 
 LAYERS, HEADS, GROUP, VOCABULARY = 2, 2, 2, 97
