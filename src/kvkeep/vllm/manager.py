@@ -1,0 +1,164 @@
+"""The scheduler's side: a request takes no more blocks than its budget, and caches none that a round may write."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SingleTypeKVCacheManager
+from vllm.v1.request import Request
+
+from .counters import SchedulerCounters
+from .spec import KeepSpec
+from .timeline import Timeline
+
+logger = logging.getLogger("vllm.kvkeep")
+
+
+class KeepManager(FullAttentionManager):
+    """Blocks of requests whose cache is bounded.
+
+    vLLM asks for slots up to a token; this manager answers with slots up to what the request's timeline needs there.
+    What rounds do with the slots is the workers' business: nothing of it changes which blocks a request has.
+    """
+
+    # A hit inside a block would share its rest, which rounds write.
+    supports_fine_grained_hash_lookup: ClassVar[bool] = False
+
+    def __init__(self, kv_cache_spec: KeepSpec, **kwargs: Any) -> None:
+        super().__init__(kv_cache_spec, **kwargs)
+        self.serving = kv_cache_spec.serving
+        self.longest = kv_cache_spec.longest
+        self.timelines: dict[str, Timeline] = {}
+        self.counters = SchedulerCounters(self, kv_cache_spec.instance, f"scheduler{self.kv_cache_group_id}")
+        if self.kv_cache_group_id == 0 or not _announced(self.block_pool):
+            self._announce(kv_cache_spec)
+
+    # ---- how many blocks ----------------------------------------------------------------------------
+
+    def get_num_blocks_to_allocate(
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        total_computed_tokens: int,
+        num_local_computed_tokens: int,
+        num_tokens_main_model: int,
+        apply_admission_cap: bool = False,
+        prefill_end: int = 0,
+    ) -> int:
+        """Blocks to take for ``num_tokens`` tokens; see the base class."""
+        slots = self._slots(request_id, num_tokens, prefill_end == num_tokens)
+        return super().get_num_blocks_to_allocate(
+            request_id,
+            slots,
+            new_computed_blocks,
+            total_computed_tokens,
+            num_local_computed_tokens,
+            slots,
+            apply_admission_cap,
+            prefill_end,
+        )
+
+    def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
+        """Take blocks for ``num_tokens`` tokens; see the base class."""
+        slots = self._slots(request_id, num_tokens)
+        return super().allocate_new_blocks(request_id, slots, slots)
+
+    def _slots(self, request_id: str, tokens: int, is_prompt: bool = False) -> int:
+        timeline = self.timelines.get(request_id)
+        if timeline is None:
+            # vLLM's first look at a waiting request, before it says how long the prompt is. A new request's tokens are
+            # its prompt. One that was preempted may ask for too little here; the look that follows is exact.
+            timeline = Timeline.of(self.serving, tokens if is_prompt else 1)
+        return min(timeline.slots, self.longest if self.serving.admission == "reserve" else tokens)
+
+    # ---- a request's life ---------------------------------------------------------------------------
+
+    def remove_skipped_blocks(
+        self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
+    ) -> None:
+        """Learn the prompt's length, and give back what an unprotected prompt took beyond K + r."""
+        if num_prompt_tokens is None:
+            raise RuntimeError("vLLM did not say how long the prompt is: kvkeep does not support this version")
+        timeline = self.timelines.get(request_id)
+        if timeline is None:
+            timeline = self.timelines[request_id] = Timeline.of(self.serving, num_prompt_tokens)
+            self.counters.begin(request_id, timeline)
+        self.counters.progress(request_id, timeline, processed_computed_tokens)
+        needed = cdiv(timeline.kept + timeline.every, self.block_size)
+        blocks = self.req_to_blocks.get(request_id, [])
+        if processed_computed_tokens > timeline.first and len(blocks) > needed:
+            # The forward that cut the prompt down is over: nothing reads the blocks behind any more.
+            self.block_pool.free_blocks(reversed(blocks[needed:]))
+            del blocks[needed:]
+
+    def cache_blocks(
+        self,
+        request: Request,
+        num_tokens: int,
+        retention_interval: int | None = None,
+        *,
+        replay_boundaries: Sequence[int],
+    ) -> None:
+        """Offer full prompt blocks to other requests, if no round writes prompts."""
+        # Once admitted, a request must not adopt cached blocks again: after a preemption they could be another
+        # request's prompt that goes on like this one's trace, and rounds would write them.
+        request.skip_reading_prefix_cache = True
+        if not self.serving.shares_prompts:
+            return
+        # Past the full-attention manager, which also offers a prompt's last, partial block: it holds trace too.
+        SingleTypeKVCacheManager.cache_blocks(
+            self,
+            request,
+            min(num_tokens, self.timelines[request.request_id].shared),
+            retention_interval,
+            replay_boundaries=replay_boundaries,
+        )
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        """Forget a request that ended or was preempted."""
+        self.timelines.pop(request_id, None)
+        blocks = super().pop_blocks_for_free(request_id)
+        self.counters.end(request_id)
+        return blocks
+
+    def new_step_starts(self) -> None:
+        """A new step: publish the numbers of the last one."""
+        self.counters.publish()
+
+    # ---- at start -----------------------------------------------------------------------------------
+
+    def _announce(self, spec: KeepSpec) -> None:
+        settings, size = self.serving.settings, self.block_size
+        pool = self.block_pool.num_gpu_blocks - 1  # block 0 is vLLM's null block
+        bounded, full = cdiv(spec.slots, size), cdiv(self.longest, size)
+        logger.info(
+            "kvkeep: %s, K = %d and r = %d per KV head, admission %s: a request of %d tokens takes %d blocks of %d "
+            "slots instead of %d, so %.1f such requests fit at once instead of %.1f",
+            self.serving.policy.title, self.serving.budget.total, settings.buffer, self.serving.admission,
+            self.longest, bounded, size, full, pool / bounded, pool / full,
+        )  # fmt: skip
+        if spec.slots % size and spec.slots < self.longest:
+            logger.info(
+                "kvkeep: the last of a request's blocks is not full (%d slots in blocks of %d); --block-size %d would "
+                "waste none", spec.slots, size, self.serving.best_block_size(16),
+            )  # fmt: skip
+        if pool < cdiv(min(self.longest, Timeline.of(self.serving, max(1, self.longest - 1)).slots), size):
+            logger.warning(
+                "kvkeep: the pool holds %d slots, less than a prompt may have (up to max_model_len = %d). A request "
+                "whose prompt and budget need more would wait for ever, and those behind it too: lower "
+                "--max-model-len, give the cache more memory, or limit prompts before they reach the server",
+                pool * size, self.longest,
+            )  # fmt: skip
+
+
+def _announced(pool: object) -> bool:
+    """Whether another group of the same engine has spoken already."""
+    if getattr(_announced, "pool", None) is pool:
+        return True
+    _announced.pool = pool  # type: ignore[attr-defined]
+    return False

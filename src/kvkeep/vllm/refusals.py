@@ -1,0 +1,91 @@
+"""What does not go together with a bounded cache, refused when the engine starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import is_quantized_kv_cache
+from vllm.version import __version__
+
+from .config import Refused, Serving
+
+#: Versions of vLLM that the tests run on.
+SUPPORTED = ("0.32",)
+
+
+def supported_version(version: str = __version__) -> bool:
+    """Whether the tests run on this version of vLLM."""
+    return ".".join(version.split(".")[:2]) in SUPPORTED
+
+
+def refuse(vllm_config: VllmConfig, serving: Serving) -> None:
+    """Refuse what kvkeep cannot serve.
+
+    Raises:
+        Refused: with everything that is in the way, and what to do about each.
+    """
+    reasons = list(_reasons(vllm_config))
+    if reasons:
+        raise Refused("kvkeep cannot serve this configuration: " + "; ".join(reasons))
+    size = vllm_config.cache_config.block_size
+    if size is not None:
+        serving.check_block_size(size, 32 if vllm_config.device_config.device_type == "cpu" else 16)
+
+
+def _reasons(config: VllmConfig) -> Iterator[str]:
+    if not supported_version():
+        yield f"vLLM {__version__} is not tested (tested: {', '.join(SUPPORTED)}): install one, or remove kvkeep"
+    yield from _of_the_model(config)
+    yield from _of_the_cache(config)
+    yield from _of_parallelism(config)
+
+
+def _of_the_model(config: VllmConfig) -> Iterator[str]:
+    model = config.model_config
+    text = model.hf_text_config
+    if model.use_mla:
+        yield "multi-head latent attention has no KV heads to evict from: use a model with grouped-query attention"
+    if model.is_encoder_decoder:
+        yield "encoder-decoder models are not supported: use a decoder-only model"
+    if model.runner_type != "generate":
+        yield f"runner {model.runner_type!r} generates nothing: leave kvkeep out"
+    if model.is_attention_free or model.is_hybrid:
+        yield "state-space layers are not tested: use a model whose layers are all attention"
+    if getattr(text, "num_kv_shared_layers", 0):
+        yield "layers of this model share their cache, which kvkeep does not support"
+    if getattr(text, "alibi", False) or getattr(text, "model_type", "") in ("bloom", "mpt"):
+        yield "ALiBi depends on where an entry lies in the cache: use a model with rotary positions"
+    if model.rswa_window is not None:
+        yield "reference sliding windows depend on slots: use another model"
+    if model.enable_prompt_embeds:
+        yield "prompts given as embeddings have no ids to draw from: leave out --enable-prompt-embeds"
+
+
+def _of_the_cache(config: VllmConfig) -> Iterator[str]:
+    cache = config.cache_config
+    if is_quantized_kv_cache(cache.cache_dtype):
+        yield f"kv_cache_dtype {cache.cache_dtype!r} is quantised: use auto"
+    if config.kv_transfer_config is not None:
+        yield "KV connectors and offloading copy blocks that rounds rewrite: leave out --kv-transfer-config"
+    if getattr(cache, "kv_offloading_size", None):
+        yield "KV offloading copies blocks that rounds rewrite: leave out --kv-offloading-size"
+    if getattr(cache, "kv_sharing_fast_prefill", False):
+        yield "--kv-sharing-fast-prefill is not supported: leave it out"
+    if config.scheduler_config.disable_hybrid_kv_cache_manager:
+        yield (
+            "--disable-hybrid-kv-cache-manager merges bounded caches with others and would switch eviction off: "
+            "leave it out"
+        )
+    if config.kv_events_config is not None and config.kv_events_config.enable_kv_cache_events:
+        yield "KV cache events describe blocks by their tokens, which rounds change: leave out --kv-events-config"
+
+
+def _of_parallelism(config: VllmConfig) -> Iterator[str]:
+    parallel = config.parallel_config
+    if config.speculative_config is not None:
+        yield "speculative decoding takes tokens back after rounds may have run: leave out --speculative-config"
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        yield "context parallelism spreads a request's slots over ranks: use tensor parallelism"
+    if parallel.enable_dbo:
+        yield "dual batch overlap splits a step's rows: leave out --enable-dbo"

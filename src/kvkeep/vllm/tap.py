@@ -1,0 +1,111 @@
+"""The request tap: a logits processor that changes no logit and learns which request is in which row of the batch."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as LogitsProcessorV2
+
+from vllm import SamplingParams
+
+from .config import SEED, Refused, Serving
+from .refusals import refuse
+from .requests import Tracked
+
+logger = logging.getLogger("vllm.kvkeep")
+
+_taps: weakref.WeakValueDictionary[str, RequestTap] = weakref.WeakValueDictionary()
+
+
+def tap_of(vllm_config: VllmConfig) -> RequestTap:
+    """The tap of this process's worker.
+
+    Raises:
+        RuntimeError: vLLM made none, as under its model runner V2 or with speculative decoding.
+    """
+    tap = _taps.get(vllm_config.instance_id)
+    if tap is None:
+        raise RuntimeError(
+            "kvkeep's request tap was not loaded, so rows of the batch cannot be told apart: check that the entry "
+            "point group vllm.logits_processors lists kvkeep (reinstall kvkeep beside vLLM) and that VLLM_PLUGINS allows it"
+        )
+    return tap
+
+
+class RequestTap(LogitsProcessor, LogitsProcessorV2):
+    """Inert unless kvkeep is configured. It is both interfaces' subclass: vLLM's second model runner refuses to start
+    beside an installed plug-in of the first's."""
+
+    def __init__(self, vllm_config: VllmConfig, *args: Any) -> None:
+        serving = Serving.of(vllm_config.additional_config)
+        self.serving = serving
+        self.rows: list[Tracked | None] = []
+        self._warned = False
+        if serving is not None:
+            refuse(vllm_config, serving)
+            if len(args) != 2:  # (device, is_pin_memory) in the first model runner
+                raise Refused(
+                    "kvkeep does not run on vLLM's model runner V2 yet: start with VLLM_USE_V2_MODEL_RUNNER=0"
+                )
+            _taps[vllm_config.instance_id] = self
+
+    @classmethod
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
+        """Refuse a request's own seed that is none; HTTP 400."""
+        extra = sampling_params.extra_args or {}
+        seed = extra.get(SEED, 0)
+        if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
+            raise ValueError(f"{SEED} must be a whole number of 64 bits, got {seed!r}")
+
+    def is_argmax_invariant(self) -> bool:
+        """It changes nothing."""
+        return True
+
+    def apply(self, logits: torch.Tensor, ctx: Any = None) -> torch.Tensor:
+        """The logits as they are."""
+        return logits
+
+    def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
+        """Model runner V2: this processor modifies no request's logits."""
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Follow the rows of the batch, right before each forward."""
+        if self.serving is None or batch_update is None:
+            return
+        for row in batch_update.removed:
+            self._grow(row)
+            self.rows[row] = None
+        for row, params, prompt, _ in batch_update.added:
+            self._grow(row)
+            self.rows[row] = self._track(params, prompt)
+        for a, b, direction in batch_update.moved:
+            self._grow(max(a, b))
+            if direction == MoveDirectionality.SWAP:
+                self.rows[a], self.rows[b] = self.rows[b], self.rows[a]
+            else:
+                self.rows[b], self.rows[a] = self.rows[a], None
+        del self.rows[batch_update.batch_size :]
+
+    def _grow(self, row: int) -> None:
+        self.rows.extend([None] * (row + 1 - len(self.rows)))
+
+    def _track(self, params: SamplingParams, prompt: list[int] | None) -> Tracked:
+        assert self.serving is not None
+        if prompt is None:
+            raise RuntimeError("a request came without token ids of its prompt, which its draws depend on")
+        seed = (params.extra_args or {}).get(SEED, params.seed)
+        made = Tracked(self.serving, prompt, 0 if seed is None else seed)
+        if not self._warned and any(r is not None and r.same_draws(made) for r in self.rows):
+            self._warned = True
+            logger.warning(
+                "kvkeep: requests with the same prompt and the same seed share their draws (n > 1 without a seed, or "
+                "one prompt sent twice). For independent samples give each a seed: `seed`, or %s in vllm_xargs or "
+                "extra_args. Said once.", SEED,
+            )  # fmt: skip
+        return made
