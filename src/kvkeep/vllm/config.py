@@ -175,7 +175,7 @@ class Serving:
         if not runs_here(self.policy):
             able = ", ".join(runnable())
             raise Refused(
-                f"policy {self.policy.name!r} looks at what the vLLM engine does not show yet (keys, queries, attention ...): "
+                f"policy {self.policy.name!r} looks at what the vLLM engine does not show yet (keys, queries, ...): "
                 f"use one of {able}, or run it with transformers (kvkeep.evict)"
             )
         if self.policy.slots_per_unit > 1 and self.settings.protection.share < 1:

@@ -32,7 +32,7 @@ def tap_of(vllm_config: VllmConfig) -> RequestTap:
     if tap is None:
         raise RuntimeError(
             "kvkeep's request tap was not loaded, so rows of the batch cannot be told apart: check that the entry "
-            "point group vllm.logits_processors lists kvkeep (reinstall kvkeep beside vLLM) and that VLLM_PLUGINS allows it"
+            "point group vllm.logits_processors lists kvkeep (reinstall kvkeep beside vLLM)"
         )
     return tap
 
