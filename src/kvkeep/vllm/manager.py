@@ -88,6 +88,11 @@ class KeepManager(FullAttentionManager):
         if timeline is None:
             timeline = self.timelines[request_id] = Timeline.of(self.serving, num_prompt_tokens)
             self.counters.begin(request_id, timeline)
+        elif timeline.prompt != num_prompt_tokens:
+            raise RuntimeError(
+                f"the prompt of request {request_id} grew from {timeline.prompt} to {num_prompt_tokens} tokens while it "
+                "ran: kvkeep does not support streamed inputs, send the whole conversation as a new request"
+            )
         self.counters.progress(request_id, timeline, processed_computed_tokens)
         needed = cdiv(timeline.kept + timeline.every, self.block_size)
         blocks = self.req_to_blocks.get(request_id, [])
