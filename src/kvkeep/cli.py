@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,11 +12,13 @@ from rich.text import Text
 
 from .bench.cli import app as bench_app
 from .calibrate_cli import calibrate
+from .cli_options import read_options
 from .demo import demo
 from .evals.cli import compare
 from .policies import policies as known_policies
 from .report.files import check_writable, versions, write_json
 from .report.tables import table
+from .serve_cli import ServeCommand, serve
 from .settings import Settings
 from .testbed.cli import app as testbed_app
 
@@ -32,6 +33,7 @@ app.add_typer(testbed_app, name="testbed")
 app.command()(compare)
 app.command()(calibrate)
 app.command()(demo)
+app.command(cls=ServeCommand, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(serve)
 out, err = Console(), Console(stderr=True)
 
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the numbers to this file.")]
@@ -78,7 +80,7 @@ def generate(
     """Generate text under a fixed KV budget, and say what the cache did."""
     from .engine import Sampling
 
-    values: dict[str, Any] = {"seed": seed, "options": _options(option or []), "prefill_keep": prefill_keep}
+    values: dict[str, Any] = {"seed": seed, "options": read_options(option or []), "prefill_keep": prefill_keep}
     values |= {k: v for k, v in {"buffer": buffer, "scope": scope, "protect": protect}.items() if v is not None}
     settings = Settings.published(policy, budget, **values) if published else Settings(policy, budget=budget, **values)
     sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
@@ -141,20 +143,6 @@ def policies(json: JsonFile = None) -> None:
         )
     )
     _maybe_write(json, {"versions": versions(), "seed": None, "rows": rows})
-
-
-def _options(pairs: list[str]) -> dict[str, Any]:
-    """Options of a policy from ``name=value``; a value is JSON if it reads as such, else text."""
-    found: dict[str, Any] = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if not equals:
-            raise ValueError(f"--option takes name=value, got {pair!r}")
-        try:
-            found[name] = json.loads(value)
-        except json.JSONDecodeError:
-            found[name] = value
-    return found
 
 
 def _maybe_write(path: Path | None, data: dict[str, Any]) -> None:

@@ -120,6 +120,60 @@ def decode(
 
 
 @app.command()
+def serve(
+    model: Annotated[str, typer.Option(help="tiny (random weights), smollm2, hub id or local folder.")] = "tiny",
+    lengths: Annotated[str, typer.Option(help="Tokens that each request generates, joined by commas.")] = (
+        "256,1024,4096,8192"
+    ),
+    regimes: Annotated[
+        str, typer.Option(help="fixed (the full cache has room for all requests), full (for few of them), or both.")
+    ] = "fixed,full",
+    arms: Annotated[
+        str,
+        typer.Option(help="Joined by commas: stock, random, blocks, streaming, gather, one-by-one, reserve; or all."),
+    ] = "stock,random,blocks,streaming",
+    repeats: Annotated[int, typer.Option(min=1, help="How often the arms take turns.")] = 5,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 64,
+    budget: Budget = 512,
+    buffer: Buffer = 64,
+    block_size: Annotated[int, typer.Option(min=1, help="Slots of a block, in all arms.")] = 64,
+    concurrency: Annotated[int, typer.Option(min=1, help="Pool fixed: requests that run together.")] = 8,
+    fit: Annotated[int, typer.Option(min=1, help="Pool full: requests that fit with the full cache.")] = 2,
+    requests: Annotated[int, typer.Option(min=1, help="Pool full: requests submitted at once.")] = 12,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, ...")] = "float32",
+    seed: Seed = 0,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads of the kernels.")] = 1,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="256 and 1024 tokens, K=256, two turns: about three minutes.")
+    ] = False,
+    json: Annotated[
+        Path | None,
+        typer.Option("--json", help="Also write the numbers to this file, run by run; the same command continues it."),
+    ] = None,
+) -> None:
+    """Throughput of a vLLM server on this machine's CPU: vLLM as it comes, random, and other arms, in turns.
+
+    Each arm has an engine of its own; all are in memory at once, and one works at a time.
+    """
+    check_writable(json)
+    from . import serve as bench
+    from .serve_tables import floor_lines, table
+
+    options = bench.Options(
+        model=model, prompt=prompt, budget=budget, buffer=buffer, block_size=block_size, concurrency=concurrency,
+        fit=fit, requests=requests, dtype=dtype, threads=threads, seed=seed,
+    )  # fmt: skip
+    names = list(bench.ARMS) if arms == "all" else [name.strip() for name in arms.split(",")]
+    plan: dict[str, Any] = {"lengths": _numbers(lengths, "--lengths"), "arms": names, "repeats": repeats}
+    if quick:
+        options, plan = bench.quick(options)
+    result = bench.run(options, regimes=[r.strip() for r in regimes.split(",")], json_file=json, **plan)
+    _show(result, table(result), json)
+    for line in floor_lines(result):
+        out.print(line)
+
+
+@app.command()
 def memory(
     model: Annotated[str, typer.Option(help="tiny (random weights), smollm2, hub id or local folder.")] = "tiny",
     tokens: Annotated[int, typer.Option(min=1, help="Length of the text.")] = 4096,

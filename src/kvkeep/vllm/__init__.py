@@ -25,8 +25,8 @@ def stats(llm: LLM) -> dict[str, float]:
 
     Returns:
         Cumulative: ``requests`` (admissions), ``grown_budgets``, ``rounds``, ``evicted_entries`` (of each head),
-        ``round_seconds``, ``moved_entries``; now: ``blocks_in_use``, ``blocks_saved``, ``blocks_total``. Empty if the
-        engine does not evict.
+        ``round_seconds``, ``moved_entries``; now: ``blocks_in_use``, ``blocks_saved``, ``blocks_in_pool``. Empty if
+        the engine does not evict.
     """
     from .counters import read
 

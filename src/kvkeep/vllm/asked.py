@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
-from .config import Serving
-from .refusals import refuse
+from .config import Refused, Serving
+from .counters import Engine
+from .refusals import no_such_backend, refuse
 from .spec import KeepSpec, evicting
 
 #: Configuration under which the last layer of this process was made: vLLM customises specs right after, without one.
@@ -40,11 +42,29 @@ def bounded(spec: AttentionSpec) -> AttentionSpec:
     assert isinstance(spec, FullAttentionSpec)
     serving = asked(_last)
     assert serving is not None
-    instance = f"{_last.instance_id}.{_last.parallel_config.data_parallel_index}"
-    return KeepSpec.of(spec, serving, _last.model_config.max_model_len, instance)
+    model, index = _last.model_config, _last.parallel_config.data_parallel_index
+    engine = Engine(_last.instance_id, index, str(model.served_model_name))
+    return KeepSpec.of(spec, serving, model.max_model_len, engine.to_text())
 
 
 def makes_entries(layer: object) -> bool:
     """Whether an attention layer would evict: decoder self-attention over everything."""
-    attn_type = getattr(layer, "attn_type", AttentionType.DECODER)
-    return attn_type == AttentionType.DECODER and getattr(layer, "sliding_window", None) is None
+    return (
+        getattr(layer, "attn_type", AttentionType.DECODER) == AttentionType.DECODER
+        and getattr(layer, "sliding_window", None) is None
+        and getattr(layer, "attention_chunk_size", None) is None
+    )
+
+
+def check_layers(vllm_config: VllmConfig) -> None:
+    """Refuse to serve a loaded model some of whose layers would silently keep everything.
+
+    :func:`~kvkeep.vllm.refusals.refuse_backend` comes first; this finds layers for which vLLM, or the model itself,
+    chose another backend than for a plain one.
+
+    Raises:
+        Refused: names a layer and its backend.
+    """
+    for name, layer in vllm_config.compilation_config.static_forward_context.items():
+        if isinstance(layer, AttentionLayerBase) and makes_entries(layer) and not getattr(layer, "kvkeep", False):
+            raise Refused(f"layer {name}: {no_such_backend(layer.get_attn_backend().get_name())}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from difflib import get_close_matches
 from functools import cached_property, lru_cache
 from math import gcd
 from typing import Any, Literal, get_args
@@ -73,6 +74,11 @@ class Serving:
                 f"got {values!r}"
             )
         own = {f.name for f in fields(cls)} - {"settings"}
+        known = own | {f.name for f in fields(Settings)}
+        for name in values:
+            near = get_close_matches(str(name), own, n=1, cutoff=0.75)
+            if near and name not in known:
+                raise ValueError(f"there is no setting {name!r}: did you mean {near[0]}?")
         flat = {name: value for name, value in values.items() if name not in own}
         policy = flat.pop("policy", "random")
         if not isinstance(policy, str):
@@ -119,17 +125,17 @@ class Serving:
         assert budget is not None  # only asked of policies that evict
         return budget
 
-    @property
+    @cached_property
     def slots(self) -> int:
         """K + r: slots of a request whose prompt does not make its budget grow."""
         return self.budget.limit(0)
 
-    @property
+    @cached_property
     def whole_blocks(self) -> bool:
         """Whether rounds edit the block table and move no entry."""
         return self.policy.scope == "model" and self.policy.slots_per_unit > 1
 
-    @property
+    @cached_property
     def shares_prompts(self) -> bool:
         """Whether prompt blocks can be shared by the prefix cache: only what no round will ever write."""
         return self.settings.protection.share == 1

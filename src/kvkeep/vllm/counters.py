@@ -7,20 +7,24 @@ own, mapped into memory; counting is a store to memory. A reader sums over the f
 from __future__ import annotations
 
 import atexit
+import fcntl
+import hashlib
+import itertools
+import json
+import multiprocessing
 import os
-import re
 import tempfile
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from .manager import KeepManager
-    from .timeline import Timeline
-
-#: Names of the numbers, in the order of the file. What is counted up, and what is a state.
+#: Names of the numbers, in the order of the file: what is counted up, and what is a state.
 COUNTED = (
     "requests",
     "grown_budgets",
@@ -29,8 +33,35 @@ COUNTED = (
     "round_seconds",
     "moved_entries",
 )
-STATES = ("blocks_in_use", "blocks_saved", "blocks_total")
+STATES = ("blocks_in_use", "blocks_saved", "blocks_in_pool")
 NAMES = COUNTED + STATES
+_HEADER = 4096  # bytes of JSON before the numbers
+_numbered = itertools.count()
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Tells engines apart; as one text (:meth:`to_text`) it travels with the cache's spec.
+
+    Attributes:
+        instance: vLLM's ``instance_id``, the same in the engine's processes.
+        index: number of the data-parallel engine.
+        model: the name under which the model is served.
+    """
+
+    instance: str
+    index: int
+    model: str
+
+    def to_text(self) -> str:
+        """One line that :meth:`from_text` reads."""
+        return f"{self.instance}.{self.index}.{self.model}"
+
+    @classmethod
+    def from_text(cls, text: str) -> Engine:
+        """The engine :meth:`to_text` gave."""
+        instance, index, model = text.split(".", 2)
+        return cls(instance, int(index), model)
 
 
 def folder() -> Path:
@@ -38,22 +69,40 @@ def folder() -> Path:
     return Path(tempfile.gettempdir()) / f"kvkeep-{os.getuid()}"
 
 
+def family() -> str:
+    """The same for a process and those it started with multiprocessing, different for all others."""
+    return hashlib.sha256(bytes(multiprocessing.current_process().authkey)).hexdigest()[:12]
+
+
 class Counters:
-    """One process's numbers of one engine.
+    """One process's numbers of one engine; gone when it is, also when the process was killed.
 
     Args:
-        instance: vLLM's ``instance_id``, the same in all processes of an engine.
+        engine: text of an :class:`Engine`.
         role: what counts, unique among the engine's processes.
+
+    Raises:
+        OSError: the folder for temporary files cannot be written, or the one in it belongs to someone else.
     """
 
-    def __init__(self, instance: str, role: str) -> None:
-        place = folder()
-        place.mkdir(mode=0o700, exist_ok=True)
-        _sweep(place)
-        self.path = place / f"{instance}.{role}.{os.getpid()}.bin"
-        self.path.write_bytes(bytes(8 * len(NAMES)))
-        self._values = np.memmap(self.path, dtype=np.float64, mode="r+", shape=(len(NAMES),))
-        atexit.register(self.path.unlink, missing_ok=True)
+    def __init__(self, engine: str, role: str) -> None:
+        self.engine = Engine.from_text(engine)
+        _clean_up_at_exit()
+        place = _made(folder())
+        sweep()
+        name = f"{family()}.{self.engine.instance}.{self.engine.index}.{role}.{os.getpid()}-{next(_numbered)}.bin"
+        self.path = place / name
+        # It appears complete and locked, so that nobody takes it for the file of a dead process.
+        self._file = open(f"{self.path}.new", "x+b")  # noqa: SIM115 (the lock lasts as long as the file is open)
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        header = json.dumps({"engine": self.engine.index, "model": self.engine.model[:512]}).encode()
+        self._file.write(header.ljust(_HEADER) + bytes(8 * len(NAMES)))
+        self._file.flush()
+        self._values: NDArray[np.float64] = np.memmap(
+            self._file, dtype=np.float64, mode="r+", offset=_HEADER, shape=(len(NAMES),)
+        )
+        os.rename(self._file.name, self.path)
+        weakref.finalize(self, _unlink_own, self.path, os.getpid())
 
     def add(self, name: str, by: float) -> None:
         """Count up."""
@@ -64,63 +113,72 @@ class Counters:
         self._values[NAMES.index(name)] = value
 
 
-def read(instance: str) -> dict[str, float]:
-    """The numbers of an engine, summed over its processes; empty if none of them has counted yet."""
-    files = sorted(folder().glob(f"{instance}.*.bin")) if folder().is_dir() else []
-    parts = [np.fromfile(path, dtype=np.float64) for path in files]
-    total = np.sum([p for p in parts if len(p) == len(NAMES)], axis=0)
-    return dict(zip(NAMES, map(float, total), strict=True)) if parts else {}
+def read(instance: str, index: int | None = None) -> dict[str, float]:
+    """The numbers of an engine of this process or of those it started, summed over its processes.
+
+    Args:
+        instance: vLLM's ``instance_id``.
+        index: number of the data-parallel engine; None sums over all of them.
+
+    Returns:
+        By name; empty if none of its processes has counted yet.
+    """
+    parts = [numbers for _, numbers in _files(f"{family()}.{instance}.{'*' if index is None else index}.*.bin")]
+    return dict(zip(NAMES, map(float, np.sum(parts, axis=0)), strict=True)) if parts else {}
 
 
-def _sweep(place: Path) -> None:
-    """Remove what processes left that were killed."""
-    for path in place.glob("*.bin"):
-        found = re.fullmatch(r".*\.(\d+)\.bin", path.name)
-        if found and not Path(f"/proc/{found[1]}").exists() and Path("/proc").is_dir():
+def read_all() -> dict[tuple[str, str], dict[str, float]]:
+    """The numbers of all engines of this process and of those it started, by model name and engine number."""
+    sums: dict[tuple[str, str], NDArray[np.float64]] = {}
+    for header, numbers in _files(f"{family()}.*.bin"):
+        key = (str(header["model"]), str(header["engine"]))
+        sums[key] = sums.get(key, 0) + numbers
+    return {key: dict(zip(NAMES, map(float, total), strict=True)) for key, total in sorted(sums.items())}
+
+
+def sweep() -> None:
+    """Remove what killed processes left: files that nobody holds locked."""
+    for path in folder().glob("*.bin"):
+        with suppress(FileNotFoundError), path.open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
             path.unlink(missing_ok=True)
 
 
-class SchedulerCounters:
-    """What the block manager knows: how far each request is, and what it holds."""
-
-    def __init__(self, manager: KeepManager, instance: str, role: str) -> None:
-        self._manager = manager
-        self._counters = Counters(instance, role)
-        self._rounds: dict[str, int] = {}
-        self._tokens: dict[str, int] = {}
-        self._counters.set("blocks_total", manager.block_pool.num_gpu_blocks - 1)
-
-    def begin(self, request_id: str, timeline: Timeline) -> None:
-        """A request was admitted, or admitted again after a preemption."""
-        self._rounds[request_id], self._tokens[request_id] = 0, 0
-        self._counters.add("requests", 1)
-        self._counters.add("grown_budgets", timeline.grown > 0)
-
-    def progress(self, request_id: str, timeline: Timeline, tokens: int) -> None:
-        """Its first ``tokens`` tokens have been computed."""
-        self._tokens[request_id] = tokens
-        before, now = self._rounds[request_id], timeline.rounds(tokens - 1) if tokens else 0
-        if now > before:
-            self._rounds[request_id] = now
-            self._counters.add("rounds", now - before)
-            self._counters.add("evicted_entries", timeline.evicted(now) - timeline.evicted(before))
-
-    def end(self, request_id: str) -> None:
-        """It ended or was preempted."""
-        self._rounds.pop(request_id, None)
-        self._tokens.pop(request_id, None)
-        if not self._tokens:  # no step may follow that would publish it
-            self.publish()
-
-    def publish(self) -> None:
-        """Note what requests hold now, and what they would hold with the full cache."""
-        manager, size = self._manager, self._manager.block_size
-        held = {r: len(blocks) for r, blocks in manager.req_to_blocks.items()}
-        full = _blocks(self._tokens.values(), size)
-        self._counters.set("blocks_in_use", sum(held.values()))
-        # A request that just took blocks ahead of its tokens saves nothing yet.
-        self._counters.set("blocks_saved", max(0, full - sum(held.get(r, 0) for r in self._tokens)))
+def _files(pattern: str) -> Iterator[tuple[dict[str, object], NDArray[np.float64]]]:
+    for path in sorted(folder().glob(pattern)):
+        with suppress(FileNotFoundError):  # its process just ended
+            data = path.read_bytes()
+            yield json.loads(data[:_HEADER]), np.frombuffer(data, dtype=np.float64, offset=_HEADER)
 
 
-def _blocks(tokens: Iterable[int], size: int) -> int:
-    return sum(-(-n // size) for n in tokens)
+def _made(place: Path) -> Path:
+    place.mkdir(mode=0o700, exist_ok=True)
+    if place.stat().st_uid != os.getuid():
+        raise PermissionError(f"{place} belongs to another user: remove it, or set TMPDIR to a folder of your own")
+    return place
+
+
+def _unlink_own(path: Path, pid: int) -> None:
+    if os.getpid() == pid:  # not in a fork that inherited the object
+        path.unlink(missing_ok=True)
+
+
+@cache
+def _clean_up_at_exit() -> None:
+    """The first process of an engine is its last: it removes the files of those that it had to kill."""
+    if multiprocessing.parent_process() is None:
+        atexit.register(_unlink_family, family(), os.getpid())
+
+
+def clean_up_at_exit() -> None:
+    """Remove the files of this process and of those it started when it ends; for a server's first process."""
+    _clean_up_at_exit()
+
+
+def _unlink_family(name: str, pid: int) -> None:
+    if os.getpid() == pid:
+        for path in folder().glob(f"{name}.*.bin*"):
+            path.unlink(missing_ok=True)

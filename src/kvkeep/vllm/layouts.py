@@ -53,12 +53,6 @@ class Layout(ABC):
 
     name: str
 
-    # Measured on 2 cores (AMD EPYC, AVX-512), one layer, caches not in the processor's cache.
-    # Rows x heads x r, D: a = 16 x 2 x 64, 64; b = 16 x 8 x 128, 128. Milliseconds a move on one
-    # thread, a / b:
-    #                                      vec bf16     vec fp32     amx          rows bf16
-    #   three index tensors                0.44 / 6.3   0.62 / 10.5  0.89 / 11.0  0.30 / 4.2
-    #   the same, rows as 16-byte words    0.41 / 5.0   0.57 / 9.6   0.88 / 11.0  0.17 / 2.2
     @abstractmethod
     def views(self, cache: Tensor) -> tuple[Tensor, ...]:
         """Views of the cache in which entries can be moved: no copies.
@@ -127,6 +121,18 @@ class Layout(ABC):
         views = self.views(cache)
         self._put(views, heads, at, self._words(keys, values, views))
 
+    # Milliseconds a move of one layer, on caches in turn that together outgrow the processor's own 32 MB; AMD EPYC
+    # with AVX-512, one thread. Rows x heads x r, D, left 16 x 2 x 64, 64 and right 16 x 8 x 128, 128:
+    #                                               vec bf16    vec fp32    amx         rows bf16
+    #   block, head and slot as index tensors       0.44  6.3   0.62  10.4  0.88  11.0  0.30  4.2
+    #   so, rows in 16-byte words (this code)       0.41  5.0   0.57   9.5  0.85  10.9  0.17  2.1
+    #   one linear index, overlapping as_strided    0.43  4.9   0.60   9.5  0.81   9.6  0.19  2.1
+    #   the same by index_select and index_copy_    0.46  5.6   0.61  10.9  0.83   8.7  0.22  3.2
+    #   numpy on the same memory                    0.36  4.8   0.53   9.7  0.71   8.2  0.14  1.7
+    #   one linear index, entries as the last axis  1.54 27.4   1.90  36.3  1.54  28.1  1.02 25.1
+    # gather and scatter_ (what take_along_dim does) copy the whole cache for 16-bit elements: 250 ms and more.
+    # numpy is the fastest on one thread but stays there, and knows no GPU; two free threads halve torch's times. The
+    # single linear index would win a tenth on amx and lose the bounds check of each axis.
     def _take(self, views: tuple[Tensor, ...], heads: Tensor, at: At) -> tuple[Tensor, ...]:
         block, offset = at
         slots = self._slots(offset)
@@ -248,7 +254,7 @@ def _wide(rows: Tensor) -> Tensor:
     if rows.stride(-1) != 1:
         return rows
     elements = gcd(rows.shape[-1], rows.storage_offset(), *rows.stride()[:-1])
-    word = gcd(16, elements * rows.element_size(), rows.data_ptr())
+    word = gcd(16, elements * rows.element_size())
     return rows.view(_WORDS[word]) if word > rows.element_size() else rows
 
 

@@ -11,11 +11,30 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SingleTypeKVCacheManager
 from vllm.v1.request import Request
 
-from .counters import SchedulerCounters
+from .progress import Progress
 from .spec import KeepSpec
 from .timeline import Timeline
 
 logger = logging.getLogger("vllm.kvkeep")
+
+
+class _Held:
+    """What a request may hold.
+
+    Attributes:
+        timeline: its slots and rounds.
+        slots: most slots it needs from now on.
+        surplus: blocks it needs once round 0 has cut an unprotected prompt down; None if it never has more.
+        shared: full blocks of its prompt that no round writes.
+    """
+
+    __slots__ = ("shared", "slots", "surplus", "timeline")
+
+    def __init__(self, timeline: Timeline, size: int, shares: bool) -> None:
+        self.timeline, self.slots = timeline, timeline.slots
+        bounded = timeline.kept + timeline.every
+        self.surplus = cdiv(bounded, size) if timeline.slots > bounded else None
+        self.shared = timeline.shared // size if shares else 0
 
 
 class KeepManager(FullAttentionManager):
@@ -32,8 +51,9 @@ class KeepManager(FullAttentionManager):
         super().__init__(kv_cache_spec, **kwargs)
         self.serving = kv_cache_spec.serving
         self.longest = kv_cache_spec.longest
-        self.timelines: dict[str, Timeline] = {}
-        self.counters = SchedulerCounters(self, kv_cache_spec.instance, f"scheduler{self.kv_cache_group_id}")
+        self._held: dict[str, _Held] = {}
+        self._reserves = self.serving.admission == "reserve"
+        self.progress = Progress(self, kv_cache_spec.instance, f"scheduler{self.kv_cache_group_id}")
         if self.kv_cache_group_id == 0 or not _announced(self.block_pool):
             self._announce(kv_cache_spec)
 
@@ -66,15 +86,15 @@ class KeepManager(FullAttentionManager):
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
         """Take blocks for ``num_tokens`` tokens; see the base class."""
         slots = self._slots(request_id, num_tokens)
+        self.progress.scheduled(request_id, self._held[request_id].timeline, num_tokens)
         return super().allocate_new_blocks(request_id, slots, slots)
 
     def _slots(self, request_id: str, tokens: int, is_prompt: bool = False) -> int:
-        timeline = self.timelines.get(request_id)
-        if timeline is None:
-            # vLLM's first look at a waiting request, before it says how long the prompt is. A new request's tokens are
-            # its prompt. One that was preempted may ask for too little here; the look that follows is exact.
-            timeline = Timeline.of(self.serving, tokens if is_prompt else 1)
-        return min(timeline.slots, self.longest if self.serving.admission == "reserve" else tokens)
+        held = self._held.get(request_id)
+        # Nothing is held at vLLM's first look at a waiting request, before it says how long the prompt is. A new
+        # request's tokens are its prompt. One that was preempted may ask for too little there; the next look is exact.
+        slots = Timeline.of(self.serving, tokens if is_prompt else 1).slots if held is None else held.slots
+        return min(slots, self.longest if self._reserves else tokens)
 
     # ---- a request's life ---------------------------------------------------------------------------
 
@@ -84,22 +104,21 @@ class KeepManager(FullAttentionManager):
         """Learn the prompt's length, and give back what an unprotected prompt took beyond K + r."""
         if num_prompt_tokens is None:
             raise RuntimeError("vLLM did not say how long the prompt is: kvkeep does not support this version")
-        timeline = self.timelines.get(request_id)
-        if timeline is None:
-            timeline = self.timelines[request_id] = Timeline.of(self.serving, num_prompt_tokens)
-            self.counters.begin(request_id, timeline)
-        elif timeline.prompt != num_prompt_tokens:
+        held = self._held.get(request_id)
+        if held is None:
+            timeline = Timeline.of(self.serving, num_prompt_tokens)
+            held = self._held[request_id] = _Held(timeline, self.block_size, self.serving.shares_prompts)
+        elif held.timeline.prompt != num_prompt_tokens:
             raise RuntimeError(
-                f"the prompt of request {request_id} grew from {timeline.prompt} to {num_prompt_tokens} tokens while it "
-                "ran: kvkeep does not support streamed inputs, send the whole conversation as a new request"
+                f"the prompt of request {request_id} grew from {held.timeline.prompt} to {num_prompt_tokens} tokens "
+                "while it ran: kvkeep does not support streamed inputs, send the whole conversation as a new request"
             )
-        self.counters.progress(request_id, timeline, processed_computed_tokens)
-        needed = cdiv(timeline.kept + timeline.every, self.block_size)
-        blocks = self.req_to_blocks.get(request_id, [])
-        if processed_computed_tokens > timeline.first and len(blocks) > needed:
+        if held.surplus is not None and processed_computed_tokens > held.timeline.first:
             # The forward that cut the prompt down is over: nothing reads the blocks behind any more.
-            self.block_pool.free_blocks(reversed(blocks[needed:]))
-            del blocks[needed:]
+            blocks = self.req_to_blocks[request_id]
+            self.block_pool.free_blocks(reversed(blocks[held.surplus :]))
+            del blocks[held.surplus :]
+            held.slots, held.surplus = held.timeline.kept + held.timeline.every, None
 
     def cache_blocks(
         self,
@@ -113,27 +132,28 @@ class KeepManager(FullAttentionManager):
         # Once admitted, a request must not adopt cached blocks again: after a preemption they could be another
         # request's prompt that goes on like this one's trace, and rounds would write them.
         request.skip_reading_prefix_cache = True
-        if not self.serving.shares_prompts:
+        held = self._held[request.request_id]
+        if self.num_cached_block.get(request.request_id, 0) >= held.shared:
             return
         # Past the full-attention manager, which also offers a prompt's last, partial block: it holds trace too.
         SingleTypeKVCacheManager.cache_blocks(
             self,
             request,
-            min(num_tokens, self.timelines[request.request_id].shared),
+            min(num_tokens, held.timeline.shared),
             retention_interval,
             replay_boundaries=replay_boundaries,
         )
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """Forget a request that ended or was preempted."""
-        self.timelines.pop(request_id, None)
+        self._held.pop(request_id, None)
         blocks = super().pop_blocks_for_free(request_id)
-        self.counters.end(request_id)
+        self.progress.end(request_id)
         return blocks
 
     def new_step_starts(self) -> None:
         """A new step: publish the numbers of the last one."""
-        self.counters.publish()
+        self.progress.publish()
 
     # ---- at start -----------------------------------------------------------------------------------
 

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from vllm.config import VllmConfig
-from vllm.v1.kv_cache_interface import is_quantized_kv_cache
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.v1.attention.selector import get_attn_backend
+from vllm.v1.kv_cache_interface import KVCacheSpecKind, is_quantized_kv_cache
 from vllm.version import __version__
 
 from .config import Refused, Serving
+from .versions import SUPPORTED, supported
 
-#: Versions of vLLM that the tests run on.
-SUPPORTED = ("0.32",)
+#: Attention backends in whose place kvkeep puts its own.
+BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
 
-
-def supported_version(version: str = __version__) -> bool:
-    """Whether the tests run on this version of vLLM."""
-    return ".".join(version.split(".")[:2]) in SUPPORTED
 
 
 def refuse(vllm_config: VllmConfig, serving: Serving) -> None:
@@ -33,12 +31,41 @@ def refuse(vllm_config: VllmConfig, serving: Serving) -> None:
         serving.check_block_size(size, 32 if vllm_config.device_config.device_type == "cpu" else 16)
 
 
+def refuse_backend(vllm_config: VllmConfig) -> None:
+    """Refuse the attention backend that vLLM will choose, before the model is loaded, if it is not one of kvkeep's.
+
+    vLLM chooses layer by layer; this asks for a plain layer of the model.
+
+    Raises:
+        Refused: it would serve without eviction.
+    """
+    model = vllm_config.model_config
+    with set_current_vllm_config(vllm_config):
+        backend = get_attn_backend(model.get_head_size(), model.dtype, vllm_config.cache_config.cache_dtype)
+    if not getattr(backend, "evicts", False):
+        raise Refused(no_such_backend(backend.get_name()))
+
+
+def no_such_backend(name: str) -> str:
+    """What to do about an attention backend that cannot evict."""
+    able = " or ".join(f"--attention-backend {one}" for one in BACKENDS[1:])
+    return f"attention backend {name} does not evict: start with {able} (on CPUs leave the option out)"
+
+
 def _reasons(config: VllmConfig) -> Iterator[str]:
-    if not supported_version():
+    if not supported(__version__):
         yield f"vLLM {__version__} is not tested (tested: {', '.join(SUPPORTED)}): install one, or remove kvkeep"
+    yield from _of_the_backend(config)
     yield from _of_the_model(config)
     yield from _of_the_cache(config)
     yield from _of_parallelism(config)
+
+
+def _of_the_backend(config: VllmConfig) -> Iterator[str]:
+    attention = config.attention_config
+    for backend in (attention.backend, attention.backend_per_kind.get(KVCacheSpecKind.FULL_ATTENTION.value)):
+        if backend is not None and backend.name not in BACKENDS:
+            yield no_such_backend(backend.name)
 
 
 def _of_the_model(config: VllmConfig) -> Iterator[str]:
@@ -58,6 +85,8 @@ def _of_the_model(config: VllmConfig) -> Iterator[str]:
         yield "ALiBi depends on where an entry lies in the cache: use a model with rotary positions"
     if model.rswa_window is not None:
         yield "reference sliding windows depend on slots: use another model"
+    if model.is_mm_prefix_lm:
+        yield "images whose tokens see each other depend on where entries lie: use a text model"
     if model.enable_prompt_embeds:
         yield "prompts given as embeddings have no ids to draw from: leave out --enable-prompt-embeds"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from ..plan import Moves, plan
 from .config import Serving
 from .layouts import Layout
 from .requests import Tracked
+from .transfer import send
 from .views import Heads, look
 
 Places = tuple[Tensor, Tensor]  # blocks and offsets in them, int64 [M] each
@@ -34,6 +36,9 @@ class LayerMoves:
 class Rounds:
     """Plans rounds of the layers that share a block table.
 
+    Plans are made on the host, where they take a few milliseconds for the largest models and never wait for a GPU;
+    what moves then goes to the table's device in one copy.
+
     Args:
         serving: the engine's settings.
         where: layers and heads.
@@ -43,68 +48,93 @@ class Rounds:
     def __init__(self, serving: Serving, where: Heads, block_size: int) -> None:
         self.serving, self.where, self.block_size = serving, where, block_size
 
-    def plan(self, requests: Sequence[Tracked], numbers: Sequence[int], table: Tensor) -> list[list[LayerMoves]]:
+    def plan(
+        self, requests: Sequence[Tracked], numbers: Sequence[int], table: Tensor, rows: Sequence[int]
+    ) -> list[list[LayerMoves]]:
         """What moves in a batch of rounds.
 
         Args:
             requests: whose rounds are due.
             numbers: the round of each.
-            table: integers [R, B], block table of each.
+            table: integers [R, B], block tables on the caches' device.
+            rows: the row of each request in it.
 
         Returns:
             For each layer its moves, in one piece (several, one a request, with ``one_by_one``).
         """
+        due = [_Due(r, n, row, r.timeline.event(n)) for r, n, row in zip(requests, numbers, rows, strict=True)]
         if self.serving.one_by_one:
-            each = [
-                self._together([r], [n], table[i : i + 1])
-                for i, (r, n) in enumerate(zip(requests, numbers, strict=True))
-            ]
+            each = [self._by_layer(self._pieces([one]), table) for one in due]
             return [list(moves) for moves in zip(*each, strict=True)]
-        return [[moves] for moves in self._together(requests, numbers, table)]
+        return [[moves] for moves in self._by_layer(self._pieces(due), table)]
 
-    def _together(self, requests: Sequence[Tracked], numbers: Sequence[int], table: Tensor) -> list[LayerMoves]:
-        events = [r.timeline.event(n) for r, n in zip(requests, numbers, strict=True)]
-        moves = self._moves(requests, numbers, events)
-        src, dst = _with_windows(moves.src, moves.dst, events)
-        if self.serving.moving == "gather":
-            src, dst = _gathered(src, dst, events)
-        return self._by_layer(src, dst, table)
+    def _pieces(self, due: Sequence[_Due]) -> list[_Piece]:
+        """Moves between slots, for rounds of one shape at a time.
 
-    def _moves(self, requests: Sequence[Tracked], numbers: Sequence[int], events: Sequence[Round]) -> Moves:
+        Planning is several times faster where all rows have equally many candidates and victims.
+        """
+        alike: dict[tuple[int, ...], list[_Due]] = {}
+        for one in due:
+            event = one.event
+            alike.setdefault((event.candidates, event.victims, event.newest, event.window), []).append(one)
+        pieces = []
+        for group in alike.values():
+            events = [one.event for one in group]
+            moves = self._moves(group, events)
+            src, dst = _with_windows(moves.src, moves.dst, events)
+            if self.serving.moving == "gather":
+                src, dst = _gathered(src, dst, events)
+            src, dst = torch.broadcast_tensors(src, dst)
+            rows = torch.tensor([one.row for one in group]).repeat_interleave(src.shape[-1])
+            pieces.append(_Piece(rows, _rows_last(src), _rows_last(dst)))
+        return pieces
+
+    def _moves(self, due: Sequence[_Due], events: Sequence[Round]) -> Moves:
         policy, unit = self.serving.policy, self.serving.policy.slots_per_unit
+        requests = [one.request for one in due]
         if not policy.signals:
             return plan(policy.keys(look(self.serving, requests, events, self.where)), events, unit)
         stores = [r.positions(self.where) for r in requests]
-        width = max(e.candidates for e in events)
-        found = [s.candidates(n) for s, n in zip(stores, numbers, strict=True)]
-        behind = torch.iinfo(torch.int32).max
-        padded = [torch.nn.functional.pad(c, (0, width - c.shape[-1]), value=behind) for c in found]
-        positions, order = torch.cat(padded).sort(dim=-1, stable=True)
+        found = torch.cat([s.candidates(one.number) for s, one in zip(stores, due, strict=True)])
+        positions, order = found.sort(dim=-1, stable=True)
         view = look(self.serving, requests, events, self.where, positions)
         moves = plan(policy.keys(view), events, unit, ranks=order)
         for i, (store, event) in enumerate(zip(stores, events, strict=True)):
             store.note(event, Moves(moves.src[i : i + 1], moves.dst[i : i + 1]))
         return moves
 
-    def _by_layer(self, src: Tensor, dst: Tensor, table: Tensor) -> list[LayerMoves]:
-        """Slots [R, L, H, m] (axes may be 1) to blocks and offsets, layer by layer."""
-        src, dst = torch.broadcast_tensors(src, dst)
-        layers, heads = len(self.where.layers), len(self.where.heads)
-        blocks = table.to(torch.int64)[:, None, None, :].expand(-1, src.shape[1], src.shape[2], -1)
-
-        def places(slots: Tensor) -> list[Places]:
-            block = blocks.gather(-1, slots // self.block_size)
-            spread = [x.expand(-1, -1, heads, -1).transpose(0, 1).flatten(1) for x in (block, slots % self.block_size)]
-            return list(zip(*spread, strict=True))
-
-        head = (
-            torch.arange(heads, device=src.device)
-            .view(1, heads, 1)
-            .expand(src.shape[0], heads, src.shape[-1])
-            .flatten()
-        )
-        per_layer = [LayerMoves(head, s, d) for s, d in zip(places(src), places(dst), strict=True)]
+    def _by_layer(self, pieces: Sequence[_Piece], table: Tensor) -> list[LayerMoves]:
+        """Slots to blocks and offsets on the table's device, layer by layer."""
+        slots = torch.stack([torch.cat([getattr(p, name) for p in pieces], dim=-1) for name in ("src", "dst")])
+        rows = torch.cat([p.rows for p in pieces])
+        layers, heads, count = len(self.where.layers), len(self.where.heads), len(rows)
+        # [2, L, H, M]; L and H may be 1 where layers or heads share their draw.
+        block, offset = (send(x, table.device) for x in (slots // self.block_size, slots % self.block_size))
+        block = table[send(rows, table.device), block].to(torch.int64)
+        places = [x.expand(-1, -1, heads, -1).flatten(2).unbind(1) for x in (block, offset)]
+        head = torch.arange(heads, device=table.device).view(heads, 1).expand(heads, count).flatten()
+        per_layer = [LayerMoves(head, (b[0], o[0]), (b[1], o[1])) for b, o in zip(*places, strict=True)]
         return per_layer * layers if len(per_layer) == 1 else per_layer
+
+
+class _Due(NamedTuple):
+    request: Tracked
+    number: int
+    row: int
+    event: Round
+
+
+class _Piece(NamedTuple):
+    """Moves of some requests: rows of the block table int64 [M], slots int64 [L, H, M] (L and H may be 1)."""
+
+    rows: Tensor
+    src: Tensor
+    dst: Tensor
+
+
+def _rows_last(slots: Tensor) -> Tensor:
+    """[R, L, H, m] -> [L, H, R * m]."""
+    return slots.permute(1, 2, 0, 3).flatten(2)
 
 
 def _with_windows(src: Tensor, dst: Tensor, events: Sequence[Round]) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ class KeepSpec(FullAttentionSpec):
     Attributes:
         keep: the settings, as :meth:`Serving.to_json` writes them: the spec travels between processes.
         longest: tokens of the longest request the model takes.
-        instance: tells engines apart, see :class:`~kvkeep.vllm.counters.Counters`.
+        instance: tells engines apart, text of :class:`~kvkeep.vllm.counters.Engine`.
     """
 
     keep: str

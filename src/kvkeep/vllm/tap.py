@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from re import fullmatch
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 
 from vllm import SamplingParams
 
+from .asked import check_layers
 from .config import SEED, Refused, Serving
-from .refusals import refuse
+from .refusals import refuse, refuse_backend
 from .requests import Tracked
 
 logger = logging.getLogger("vllm.kvkeep")
@@ -37,6 +39,21 @@ def tap_of(vllm_config: VllmConfig) -> RequestTap:
     return tap
 
 
+def seed_of(params: SamplingParams) -> int:
+    """A request's own seed: ``kvkeep_seed``, else the seed of its sampling, else 0.
+
+    Raises:
+        ValueError: it is not a whole number of 64 bits. Over HTTP numbers may come as 7.0 or "7", too.
+    """
+    given = (params.extra_args or {}).get(SEED, params.seed)
+    seed = 0 if given is None and SEED not in (params.extra_args or {}) else given
+    if (isinstance(seed, float) and seed.is_integer()) or (isinstance(seed, str) and fullmatch(r"-?\d{1,19}", seed)):
+        seed = int(seed)
+    if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
+        raise ValueError(f"{SEED} must be a whole number of 64 bits, got {given!r}")
+    return seed
+
+
 class RequestTap(LogitsProcessor, LogitsProcessorV2):
     """Inert unless kvkeep is configured. It is both interfaces' subclass: vLLM's second model runner refuses to start
     beside an installed plug-in of the first's."""
@@ -45,22 +62,21 @@ class RequestTap(LogitsProcessor, LogitsProcessorV2):
         serving = Serving.of(vllm_config.additional_config)
         self.serving = serving
         self.rows: list[Tracked | None] = []
-        self._warned = False
+        self._warned, self._checked = False, False
+        self._config = vllm_config
         if serving is not None:
             refuse(vllm_config, serving)
             if len(args) != 2:  # (device, is_pin_memory) in the first model runner
                 raise Refused(
                     "kvkeep does not run on vLLM's model runner V2 yet: start with VLLM_USE_V2_MODEL_RUNNER=0"
                 )
+            refuse_backend(vllm_config)
             _taps[vllm_config.instance_id] = self
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
         """Refuse a request's own seed that is none; HTTP 400."""
-        extra = sampling_params.extra_args or {}
-        seed = extra.get(SEED, 0)
-        if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
-            raise ValueError(f"{SEED} must be a whole number of 64 bits, got {seed!r}")
+        seed_of(sampling_params)
 
     def is_argmax_invariant(self) -> bool:
         """It changes nothing."""
@@ -78,6 +94,9 @@ class RequestTap(LogitsProcessor, LogitsProcessorV2):
         """Follow the rows of the batch, right before each forward."""
         if self.serving is None or batch_update is None:
             return
+        if not self._checked:
+            check_layers(self._config)
+            self._checked = True
         for row in batch_update.removed:
             self._grow(row)
             self.rows[row] = None
@@ -99,8 +118,7 @@ class RequestTap(LogitsProcessor, LogitsProcessorV2):
         assert self.serving is not None
         if prompt is None:
             raise RuntimeError("a request came without token ids of its prompt, which its draws depend on")
-        seed = (params.extra_args or {}).get(SEED, params.seed)
-        made = Tracked(self.serving, prompt, 0 if seed is None else seed)
+        made = Tracked(self.serving, prompt, seed_of(params))
         if not self._warned and any(r is not None and r.same_draws(made) for r in self.rows):
             self._warned = True
             logger.warning(

@@ -1,0 +1,158 @@
+"""What the runs of ``kvkeep bench serve`` say: ratios with intervals, floors, a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from scipy import stats
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Run = dict[str, Any]
+Row = dict[str, Any]
+
+BASES = ("stock", "random")  # arms that others are compared with
+_SPEEDS = {"tokens_per_s": "wall_s", "tokens_per_cpu_s": "cpu_s"}
+_COUNTS = ("preemptions", "running_mean", "running_peak", "blocks_peak", "rounds", "evicted_entries", "steps")
+_FACTS = ("pool", "concurrency")
+
+
+def ratio(arm: Sequence[float], base: Sequence[float], level: float = 0.95) -> tuple[float, float, float]:
+    """Geometric mean of paired ratios and its interval, Student's t on their logarithms.
+
+    Args:
+        arm: speeds, one a turn.
+        base: speeds of the arm to compare with, in the same turns.
+        level: coverage.
+
+    Returns:
+        Ratio, lower and upper end; the ends are 0 and infinity after a single turn, which says nothing about noise.
+    """
+    logs = np.log(np.asarray(arm, dtype=np.float64)) - np.log(np.asarray(base, dtype=np.float64))
+    mean = float(logs.mean())
+    if len(logs) < 2:
+        return float(np.exp(mean)), 0.0, float("inf")
+    half = float(stats.t.ppf((1 + level) / 2, len(logs) - 1) * logs.std(ddof=1) / np.sqrt(len(logs)))
+    return float(np.exp(mean)), float(np.exp(mean - half)), float(np.exp(mean + half))
+
+
+def summary(runs: Sequence[Run]) -> list[Row]:
+    """One row a cell and arm.
+
+    Returns:
+        Rows with ``regime``, ``length``, ``arm``, ``turns``; ``tokens_per_s`` and ``tokens_per_cpu_s`` (medians);
+        ``round_share`` of the time and other counts (means over turns); and, for each of :data:`BASES` that ran in the
+        same turns, ``over_<base>`` (by the clock) and ``cpu_over_<base>``: [ratio, low, high], null where unknown.
+    """
+    cells = dict.fromkeys((r["regime"], r["length"]) for r in runs)
+    rows = []
+    for regime, length in cells:
+        here = [r for r in runs if (r["regime"], r["length"]) == (regime, length)]
+        by_arm: dict[str, dict[int, Run]] = {}
+        for r in here:
+            by_arm.setdefault(r["arm"], {})[r["turn"]] = r
+        rows += [_row(regime, length, arm, by_arm) for arm in by_arm]
+    return rows
+
+
+def _row(regime: str, length: int, arm: str, by_arm: dict[str, dict[int, Run]]) -> Row:
+    own = by_arm[arm]
+    row: Row = {"regime": regime, "length": length, "arm": arm, "turns": len(own)}
+    for name, seconds in _SPEEDS.items():
+        row[name] = float(np.median([r["tokens"] / r[seconds] for r in own.values()]))
+    row["round_share"] = float(np.mean([r["round_seconds"] / r["wall_s"] for r in own.values()]))
+    row |= {name: float(np.mean([r[name] for r in own.values()])) for name in _COUNTS}
+    first = next(iter(own.values()))
+    row |= {name: first[name] for name in _FACTS}
+    for base in BASES:
+        both = sorted(own.keys() & by_arm.get(base, {}).keys())
+        if arm == base or not both:
+            continue
+        for prefix, seconds in (("", "wall_s"), ("cpu_", "cpu_s")):
+            # The same tokens in both, so the ratio of speeds is the inverse ratio of times.
+            found = ratio([1 / own[t][seconds] for t in both], [1 / by_arm[base][t][seconds] for t in both])
+            row[f"{prefix}over_{base}"] = [x if np.isfinite(x) and x > 0 else None for x in found]
+    return row
+
+
+def floors(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """What the vLLM engine promises, and what these rows say about it.
+
+    Returns:
+        ``what``, ``floor``, ``found``, ``low``, ``high`` and ``held`` (by the estimate) of each promise that rows speak
+        about: arm "random" against "stock" at the longest output in a full pool and at the shortest in any, and the
+        share of time in rounds.
+    """
+    ours = [r for r in rows if r["arm"] == "random"]
+    found: list[dict[str, Any]] = []
+
+    def against_stock(where: str, floor: float, row: Row) -> None:
+        value, low, high = row["over_stock"]
+        found.append({"what": where, "floor": floor, "found": value, "low": low, "high": high, "held": value >= floor})
+
+    lengths = sorted({r["length"] for r in ours})
+    for row in ours:
+        if "over_stock" not in row:
+            continue
+        cell = f"random / stock, {row['regime']} pool, {row['length']} tokens"
+        if row["regime"] == "full" and row["length"] == lengths[-1]:
+            against_stock(cell, 1.5, row)
+        elif row["length"] == lengths[0]:
+            against_stock(cell, 0.97, row)
+    if ours:
+        worst = max(ours, key=lambda r: float(r["round_share"]))
+        share = worst["round_share"]
+        where = f"share of time in rounds, {worst['regime']} pool, {worst['length']} tokens"
+        found.append({"what": where, "floor": 0.02, "found": share, "low": None, "high": None, "held": share < 0.02})
+    return found
+
+
+def table(result: dict[str, Any]) -> Table:
+    """The rows as a table; ``--json`` has all numbers."""
+    from ..report.tables import table as make
+
+    def against(row: Row, key: str) -> str:
+        if key not in row:
+            return "-"
+        value, low, high = row[key]
+        return f"{value:.2f}" if low is None or high is None else f"{value:.2f} [{low:.2f},{high:.2f}]"
+
+    settings = result["settings"]
+    bases = [base for base in BASES if any(f"over_{base}" in r for r in result["rows"])]
+    return make(
+        f"Serving, vLLM {result.get('vllm', '-')}: {settings['model']}, prompts of {settings['prompt']}, "
+        f"K={settings['budget']}, r={settings['buffer']}, {settings['dtype']} ({result['device']}, "
+        f"{settings['threads']} threads)",
+        ["pool", "tokens", "arm", "tok/s", "tok/\ncpu-s", *(f"/ {base}" for base in bases),
+         *(f"/ {base}\nper cpu-s" for base in bases[:1]), "running\nmean/peak", "pre-\nempted", "blocks\npeak/pool",
+         "rounds,\n% of time", "fit at\nstart"],
+        [
+            (
+                row["regime"], row["length"], row["arm"], f"{row['tokens_per_s']:.0f}",
+                f"{row['tokens_per_cpu_s']:.0f}", *(against(row, f"over_{base}") for base in bases),
+                *(against(row, f"cpu_over_{base}") for base in bases[:1]),
+                f"{row['running_mean']:.1f}/{row['running_peak']:.0f}", f"{row['preemptions']:.0f}",
+                f"{row['blocks_peak']:.0f}/{row['pool']}", f"{100 * row['round_share']:.2f}",
+                "-" if row["concurrency"] is None else f"{row['concurrency']:.1f}",
+            )
+            for row in result["rows"]
+        ],
+        caption="ratios: geometric mean over turns, 95% interval (t on logarithms); fit at start: requests of this "
+        "length that vLLM says fit at once",
+    )  # fmt: skip
+
+
+def floor_lines(result: dict[str, Any]) -> list[str]:
+    """The promises, one a line."""
+    lines = []
+    for f in result["floors"]:
+        below = "share" in f["what"]
+        value = f"{100 * f['found']:.2f}%" if below else f"{f['found']:.2f}"
+        if f["low"] is not None and f["high"] is not None:
+            value += f" [{f['low']:.2f}, {f['high']:.2f}]"
+        floor = f"under {100 * f['floor']:.0f}%" if below else f"at least {f['floor']}"
+        lines.append(f"{'held' if f['held'] else 'NOT HELD'}: {f['what']}: {value} ({floor})")
+    return lines
