@@ -9,7 +9,9 @@ import importlib.util
 import os
 
 import pytest
+import torch
 
+torch.set_num_threads(1)  # two spinning threads of each of two workers would share two cores
 # Before vLLM is imported: engines in this process, a small pool, no spinning threads of two workers on two cores.
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

@@ -26,6 +26,8 @@ from engines import Tokens
 _ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1",
     "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOG_STATS_INTERVAL": "0.1",
+    # Scheduler and worker in one process, as on one GPU. Without it each has its own, as with several.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }  # fmt: skip
 FLAGS = (
     "--skip-tokenizer-init", "--dtype", "float32", "--max-model-len", "4096", "--enforce-eager", "--max-num-seqs", "16",
@@ -39,9 +41,10 @@ class Server:
         model: folder.
         words: options of `kvkeep serve`.
         flags: of vLLM.
+        environment: variables.
     """
 
-    def __init__(self, model: str, words: list[str], *flags: str) -> None:
+    def __init__(self, model: str, words: list[str], *flags: str, **environment: str) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -55,7 +58,8 @@ class Server:
                 [*command, "--host", "127.0.0.1", "--port", str(self.port)],
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **_ENVIRONMENT, "TMPDIR": str(self.folder)},
+                start_new_session=True,
+                env={**os.environ, **_ENVIRONMENT, "TMPDIR": str(self.folder), **environment},
             )
 
     @property
@@ -94,7 +98,7 @@ class Server:
             try:
                 self.process.wait(60)
             except subprocess.TimeoutExpired:
-                self.process.kill()
+                os.killpg(self.process.pid, signal.SIGKILL)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def get(self, path: str) -> str:
@@ -145,9 +149,9 @@ class Server:
 
 
 @contextmanager
-def served(model: str, words: list[str], *flags: str) -> Iterator[Server]:
+def served(model: str, words: list[str], *flags: str, **environment: str) -> Iterator[Server]:
     """A server that is up, stopped at the end."""
-    server = Server(model, words, *flags)
+    server = Server(model, words, *flags, **environment)
     try:
         server.wait()
         yield server

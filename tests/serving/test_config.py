@@ -107,7 +107,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "near": ({"budgt": 2048}, r"there is no setting 'budgt': did you mean budget\?"),
     "near-buffer": ({"budget": 2048, "bufer": 8}, r"there is no setting 'bufer': did you mean buffer\?"),
     "unknown": ({"budget": 2048, "colour": 1}, r"colour"),
-    "near-admission": ({"budget": 2048, "admision": "grow"}, r"there is no setting 'admision': did you mean admission\?"),
+    "near-admission": ({"budget": 64, "admision": "grow"}, r"there is no setting 'admision': did you mean admission\?"),
     "near-moving": ({"budget": 2048, "movin": "gather"}, r"there is no setting 'movin': did you mean moving\?"),
     "admission": ({"budget": 2048, "admission": "grab"}, r"admission must be one of grow, reserve, got 'grab'"),
     "admission-type": ({"budget": 2048, "admission": True}, r"admission must be one of grow, reserve, got True"),

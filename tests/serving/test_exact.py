@@ -36,7 +36,7 @@ def test_models(kind: str) -> None:
         ours = generate(llm, random_prompts(*LENGTHS), LENGTH)
     assert first_difference(ours, expected(checkpoint(kind), KEEP)) == SAME
     assert len({tuple(trace[-100:]) for trace in ours}) == len(LENGTHS)
-    assert all(len(set(trace[-100:])) > 30 for trace in ours)  # a trace that goes in circles would prove little
+    assert all(len(set(trace[-100:])) > 15 for trace in ours)  # a trace that goes in circles would prove little
 
 
 def test_another_seed_is_another_trace_from_the_first_round_on() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from engines import VOCAB, checkpoint, serving
+from engines import VOCAB, checkpoint, first_difference, generate, params, random_prompts, serving
 
 from kvkeep.bench.storm import MOMENTS, Ask, Outcome, Tokens, alone, followers, storm, weather
 from kvkeep.vllm import Serving
@@ -22,7 +22,7 @@ KEEPS: dict[str, dict[str, Any]] = {
 SMALL: dict[str, Any] = {
     "num_gpu_blocks_override": 16,  # blocks of 32 slots, one of them vLLM's own: five requests of K + r slots
     "max_num_batched_tokens": 48,  # fewer than K
-    "max_model_len": 512,
+    "max_model_len": 480,
 }
 
 

@@ -144,7 +144,8 @@ def serve(
     seed: Seed = 0,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of the kernels.")] = 1,
     quick: Annotated[
-        bool, typer.Option("--quick", help="256 and 1024 tokens, K=256, two turns: about three minutes.")
+        bool,
+        typer.Option("--quick", help="256 tokens, and 1024 in a full pool, K=256: about three minutes."),
     ] = False,
     json: Annotated[
         Path | None,
@@ -157,18 +158,19 @@ def serve(
     """
     check_writable(json)
     from . import serve as bench
-    from .serve_tables import floor_lines, table
+    from .serve_tables import floor_lines, tables
 
     options = bench.Options(
         model=model, prompt=prompt, budget=budget, buffer=buffer, block_size=block_size, concurrency=concurrency,
         fit=fit, requests=requests, dtype=dtype, threads=threads, seed=seed,
     )  # fmt: skip
     names = list(bench.ARMS) if arms == "all" else [name.strip() for name in arms.split(",")]
-    plan: dict[str, Any] = {"lengths": _numbers(lengths, "--lengths"), "arms": names, "repeats": repeats}
+    cells = [(regime.strip(), n) for regime in regimes.split(",") for n in _numbers(lengths, "--lengths")]
+    plan: dict[str, Any] = {"cells": cells, "arms": names, "repeats": repeats}
     if quick:
         options, plan = bench.quick(options)
-    result = bench.run(options, regimes=[r.strip() for r in regimes.split(",")], json_file=json, **plan)
-    _show(result, table(result), json)
+    result = bench.run(options, json_file=json, **plan)
+    _show(result, tables(result), json)
     for line in floor_lines(result):
         out.print(line)
 

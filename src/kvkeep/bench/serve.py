@@ -97,8 +97,7 @@ class Options:
 
 def run(
     options: Options,
-    lengths: Sequence[int] = (256, 1024, 4096, 8192),
-    regimes: Sequence[str] = REGIMES,
+    cells: Sequence[Cell],
     arms: Sequence[str] = MAIN,
     repeats: int = 5,
     *,
@@ -110,8 +109,8 @@ def run(
 
     Args:
         options: what it is about.
-        lengths: tokens that each request generates.
-        regimes: "fixed" (as many requests as the full cache has room for) and "full" (more than that).
+        cells: regimes, "fixed" (as many requests as the full cache has room for) or "full" (more than that), with the
+            number of tokens that each request generates.
         arms: names in :data:`ARMS`.
         repeats: timed turns.
         json_file: rewritten after every run. Turns that it holds of the same settings are not measured again.
@@ -126,12 +125,11 @@ def run(
         ValueError: unknown names, numbers that cannot work, or a file of other settings.
         RuntimeError: an engine died; the message has the end of its log.
     """
-    _check(options, lengths, regimes, arms, repeats)
+    _check(options, cells, arms, repeats)
     if start is None:
         _need_vllm()
-    cells = [(regime, length) for regime in regimes for length in lengths]
     runs = _stored(json_file, options)
-    todo = {cell: list(_todo(cell, arms, repeats, runs)) for cell in cells}
+    todo = {cell: turns for cell in cells if (turns := list(_todo(cell, arms, repeats, runs)))}
     again = {(*cell, *one) for cell, turns in todo.items() for one in turns}
     runs = [r for r in runs if _key(r) not in again]
     wanted = {(*cell, arm, turn) for cell in cells for arm in arms for turn in range(repeats)}
@@ -160,7 +158,7 @@ def run(
 def quick(options: Options) -> tuple[Options, dict[str, Any]]:
     """Settings and arguments of :func:`run` that take about three minutes on two cores."""
     small = replace(options, budget=256, buffer=64)
-    return small, {"lengths": (256, 1024), "arms": MAIN, "repeats": 2}
+    return small, {"cells": [("fixed", 256), ("full", 1024)], "arms": MAIN, "repeats": 3}
 
 
 def _measure(
@@ -241,7 +239,7 @@ def model_folder(options: Options) -> str:
     with FileLock(f"{folder}.lock"):
         if not (folder / "model.safetensors").exists():
             shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1 << 15}
-            tiny_model(torch.device("cpu"), seed=options.seed, **shape).save_pretrained(folder)
+            tiny_model(torch.device("cpu"), torch.float32, options.seed, **shape).save_pretrained(folder)
     return str(folder)
 
 
@@ -259,13 +257,13 @@ def _entry_bytes(folder: str, dtype: str) -> int:
 # ---- checks, and what was measured before ---------------------------------------------------------------
 
 
-def _check(options: Options, lengths: Sequence[int], regimes: Sequence[str], arms: Sequence[str], repeats: int) -> None:
+def _check(options: Options, cells: Sequence[Cell], arms: Sequence[str], repeats: int) -> None:
+    regimes = list(dict.fromkeys(regime for regime, _ in cells))
     for what, given, known in (("arms", arms, tuple(ARMS)), ("regimes", regimes, REGIMES)):
-        unknown = [name for name in given if name not in known]
-        if unknown or not given or len(set(given)) < len(given):
+        if not given or not set(given) <= set(known) or len(set(given)) < len(given):
             raise ValueError(f"{what} must be some of {', '.join(known)}, each once; got {', '.join(given) or 'none'}")
-    if not lengths or min(lengths) < 1:
-        raise ValueError(f"lengths must be positive, got {list(lengths)}")
+    if min(length for _, length in cells) < 1:
+        raise ValueError(f"lengths must be positive, got {[length for _, length in cells]}")
     numbers = {"repeats": repeats, **{k: v for k, v in asdict(options).items() if isinstance(v, int) and k != "seed"}}
     for name, number in numbers.items():
         if number < 1:

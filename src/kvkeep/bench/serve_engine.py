@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -64,11 +65,10 @@ class Engine:
 
     def close(self) -> None:
         """End it."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        try:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with suppress(BrokenPipeError):  # it has died, which whoever waited for an answer was told
             self._process.stdin.close()
-        except BrokenPipeError:  # it has died, which whoever waited for an answer was told
-            pass
         try:
             self._process.wait(MINUTE)
         except subprocess.TimeoutExpired:
@@ -109,10 +109,10 @@ def measured(llm: Any, prompts: Sequence[Sequence[int]], length: int) -> dict[st
         steps) and ``running_peak``, requests in a step; ``blocks_peak``, blocks that requests held; and, from kvkeep,
         ``rounds`` and ``evicted_entries`` (summed over requests), ``round_seconds`` and ``moved_entries``.
     """
+    from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     from kvkeep.vllm import stats
-    from vllm import SamplingParams
 
     engine = llm.llm_engine
     scheduler = engine.engine_core.engine_core.scheduler
@@ -151,9 +151,8 @@ def _cpu_seconds() -> float:
 
 
 def _serve(commands: IO[str], answers: IO[str]) -> None:
-    from vllm.version import __version__
-
     from vllm import LLM
+    from vllm.version import __version__
 
     def answer(message: Mapping[str, Any]) -> None:
         answers.write(json.dumps(message) + "\n")

@@ -9,12 +9,14 @@ import numpy as np
 from scipy import stats
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from rich.table import Table
 
 Run = dict[str, Any]
 Row = dict[str, Any]
 
 BASES = ("stock", "random")  # arms that others are compared with
+ABLATIONS = {"gather", "one-by-one", "reserve"}  # arms that are compared with "random"
 _SPEEDS = {"tokens_per_s": "wall_s", "tokens_per_cpu_s": "cpu_s"}
 _COUNTS = ("preemptions", "running_mean", "running_peak", "blocks_peak", "rounds", "evicted_entries", "steps")
 _FACTS = ("pool", "concurrency")
@@ -69,7 +71,7 @@ def _row(regime: str, length: int, arm: str, by_arm: dict[str, dict[int, Run]]) 
     row |= {name: first[name] for name in _FACTS}
     for base in BASES:
         both = sorted(own.keys() & by_arm.get(base, {}).keys())
-        if arm == base or not both:
+        if arm in (base, "stock") or not both:
             continue
         for prefix, seconds in (("", "wall_s"), ("cpu_", "cpu_s")):
             # The same tokens in both, so the ratio of speeds is the inverse ratio of times.
@@ -83,8 +85,8 @@ def floors(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
     Returns:
         ``what``, ``floor``, ``found``, ``low``, ``high`` and ``held`` (by the estimate) of each promise that rows speak
-        about: arm "random" against "stock" at the longest output in a full pool and at the shortest in any, and the
-        share of time in rounds.
+        about: arm "random" against "stock" at the longest output in a full pool, and at the shortest if it is too
+        short for rounds; and the share of time in rounds.
     """
     ours = [r for r in rows if r["arm"] == "random"]
     found: list[dict[str, Any]] = []
@@ -93,14 +95,14 @@ def floors(rows: Sequence[Row]) -> list[dict[str, Any]]:
         value, low, high = row["over_stock"]
         found.append({"what": where, "floor": floor, "found": value, "low": low, "high": high, "held": value >= floor})
 
-    lengths = sorted({r["length"] for r in ours})
+    most, least = max((r["length"] for r in ours), default=0), min((r["length"] for r in ours), default=0)
     for row in ours:
+        cell = f"random / stock, {row['regime']} pool, {row['length']} tokens"
         if "over_stock" not in row:
             continue
-        cell = f"random / stock, {row['regime']} pool, {row['length']} tokens"
-        if row["regime"] == "full" and row["length"] == lengths[-1]:
+        if row["rounds"] and row["regime"] == "full" and row["length"] == most:
             against_stock(cell, 1.5, row)
-        elif row["length"] == lengths[0]:
+        elif not row["rounds"] and row["length"] == least:
             against_stock(cell, 0.97, row)
     if ours:
         worst = max(ours, key=lambda r: float(r["round_share"]))
@@ -110,8 +112,14 @@ def floors(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return found
 
 
-def table(result: dict[str, Any]) -> Table:
-    """The rows as a table; ``--json`` has all numbers."""
+def tables(result: dict[str, Any]) -> RenderableType:
+    """The rows as two tables; ``--json`` has all numbers."""
+    from rich.console import Group
+
+    return Group(_speeds(result), _counts(result))
+
+
+def _speeds(result: dict[str, Any]) -> Table:
     from ..report.tables import table as make
 
     def against(row: Row, key: str) -> str:
@@ -120,29 +128,47 @@ def table(result: dict[str, Any]) -> Table:
         value, low, high = row[key]
         return f"{value:.2f}" if low is None or high is None else f"{value:.2f} [{low:.2f},{high:.2f}]"
 
-    settings = result["settings"]
-    bases = [base for base in BASES if any(f"over_{base}" in r for r in result["rows"])]
+    rows, settings = result["rows"], result["settings"]
+    arms = {row["arm"] for row in rows}
+    ratios = {"over_stock": "/ stock", "cpu_over_stock": "/ stock,\nper cpu-s"} if "stock" in arms else {}
+    if arms & ABLATIONS:
+        ratios["over_random"] = "/ random"
     return make(
         f"Serving, vLLM {result.get('vllm', '-')}: {settings['model']}, prompts of {settings['prompt']}, "
         f"K={settings['budget']}, r={settings['buffer']}, {settings['dtype']} ({result['device']}, "
         f"{settings['threads']} threads)",
-        ["pool", "tokens", "arm", "tok/s", "tok/\ncpu-s", *(f"/ {base}" for base in bases),
-         *(f"/ {base}\nper cpu-s" for base in bases[:1]), "running\nmean/peak", "pre-\nempted", "blocks\npeak/pool",
-         "rounds,\n% of time", "fit at\nstart"],
+        ["pool", "tokens", "arm", "tok/s", "tok/\ncpu-s", *ratios.values()],
         [
             (
-                row["regime"], row["length"], row["arm"], f"{row['tokens_per_s']:.0f}",
-                f"{row['tokens_per_cpu_s']:.0f}", *(against(row, f"over_{base}") for base in bases),
-                *(against(row, f"cpu_over_{base}") for base in bases[:1]),
-                f"{row['running_mean']:.1f}/{row['running_peak']:.0f}", f"{row['preemptions']:.0f}",
-                f"{row['blocks_peak']:.0f}/{row['pool']}", f"{100 * row['round_share']:.2f}",
+                *(row["regime"], row["length"], row["arm"]),
+                *(f"{row[name]:.0f}" for name in _SPEEDS),
+                *(against(row, key) for key in ratios),
+            )
+            for row in rows
+        ],
+        caption="ratios: geometric mean over turns, 95% interval (t on logarithms)",
+    )
+
+
+def _counts(result: dict[str, Any]) -> Table:
+    from ..report.tables import table as make
+
+    heads = ["running\nmean", "\npeak", "pre-\nempted", "blocks\npeak", "\npool", "rounds,\n% of time", "fit at\nstart"]
+    return make(
+        "What the scheduler did",
+        ["pool", "tokens", "arm", *heads],
+        [
+            (
+                *(row["regime"], row["length"], row["arm"], f"{row['running_mean']:.1f}"),
+                *(f"{row[name]:.0f}" for name in ("running_peak", "preemptions", "blocks_peak", "pool")),
+                f"{100 * row['round_share']:.2f}",
                 "-" if row["concurrency"] is None else f"{row['concurrency']:.1f}",
             )
             for row in result["rows"]
         ],
-        caption="ratios: geometric mean over turns, 95% interval (t on logarithms); fit at start: requests of this "
-        "length that vLLM says fit at once",
-    )  # fmt: skip
+        caption="means over turns; running: requests in a step; fit at start: how many of this length fit at once, "
+        "says vLLM",
+    )
 
 
 def floor_lines(result: dict[str, Any]) -> list[str]:

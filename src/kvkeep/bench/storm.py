@@ -151,9 +151,10 @@ def followers(asks: Sequence[Ask], traces: Sequence[Tokens], count: int, seed: i
 
 def alone(llm: Any, asks: Iterable[Ask]) -> list[Tokens]:
     """The trace of each request that has the engine to itself, one after the other."""
-    traces = []
+    traces, shares = [], llm.llm_engine.vllm_config.cache_config.enable_prefix_caching
     for ask in asks:
-        llm.reset_prefix_cache()
+        if shares:
+            llm.reset_prefix_cache()
         answer = llm.generate([{"prompt_token_ids": ask.prompt}], [_params(ask)], use_tqdm=False)
         traces.append(list(answer[0].outputs[0].token_ids))
     return traces

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.platforms import current_platform
 from vllm.v1.attention.selector import get_attn_backend
 from vllm.v1.kv_cache_interface import KVCacheSpecKind, is_quantized_kv_cache
 from vllm.version import __version__
@@ -14,7 +15,6 @@ from .versions import SUPPORTED, supported
 
 #: Attention backends in whose place kvkeep puts its own.
 BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
-
 
 
 def refuse(vllm_config: VllmConfig, serving: Serving) -> None:
@@ -62,6 +62,8 @@ def _reasons(config: VllmConfig) -> Iterator[str]:
 
 
 def _of_the_backend(config: VllmConfig) -> Iterator[str]:
+    if not (current_platform.is_cpu() or current_platform.is_cuda()):
+        yield f"platform {current_platform.device_name!r} is not tested: kvkeep serves on CPUs and CUDA GPUs"
     attention = config.attention_config
     for backend in (attention.backend, attention.backend_per_kind.get(KVCacheSpecKind.FULL_ATTENTION.value)):
         if backend is not None and backend.name not in BACKENDS:
@@ -81,7 +83,7 @@ def _of_the_model(config: VllmConfig) -> Iterator[str]:
         yield "state-space layers are not tested: use a model whose layers are all attention"
     if getattr(text, "num_kv_shared_layers", 0):
         yield "layers of this model share their cache, which kvkeep does not support"
-    if getattr(text, "alibi", False) or getattr(text, "model_type", "") in ("bloom", "mpt"):
+    if model.uses_alibi or getattr(text, "model_type", "") in ("bloom", "mpt", "step1"):
         yield "ALiBi depends on where an entry lies in the cache: use a model with rotary positions"
     if model.rswa_window is not None:
         yield "reference sliding windows depend on slots: use another model"
@@ -101,7 +103,8 @@ def _of_the_cache(config: VllmConfig) -> Iterator[str]:
         yield "KV offloading copies blocks that rounds rewrite: leave out --kv-offloading-size"
     if getattr(cache, "kv_sharing_fast_prefill", False):
         yield "--kv-sharing-fast-prefill is not supported: leave it out"
-    if config.scheduler_config.disable_hybrid_kv_cache_manager:
+    # vLLM sets it by itself beside a connector, which is refused above.
+    if config.scheduler_config.disable_hybrid_kv_cache_manager and config.kv_transfer_config is None:
         yield (
             "--disable-hybrid-kv-cache-manager merges bounded caches with others and would switch eviction off: "
             "leave it out"

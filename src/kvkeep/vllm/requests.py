@@ -71,6 +71,11 @@ class Tracked:
             moves = plan(self.serving.policy.keys(look(self.serving, [self], [event], Heads.any())), [event], unit)
             src, dst = (slots.flatten()[::size].numpy() // size for slots in (moves.src, moves.dst))
             self._blocks[dst], self._blocks[src] = self._blocks[src], self._blocks[dst]
+            if event.window:  # its way down: the freed blocks before it come behind it
+                first, after = event.window_to // size, (event.window_from + event.window) // size
+                self._blocks[first:after] = np.roll(
+                    self._blocks[first:after], event.window_to // size - event.window_from // size
+                )
             self._edits += 1
         return self._blocks
 

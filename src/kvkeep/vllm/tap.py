@@ -8,11 +8,10 @@ from re import fullmatch
 from typing import Any
 
 import torch
+from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as LogitsProcessorV2
-
-from vllm import SamplingParams
 
 from .asked import check_layers
 from .config import SEED, Refused, Serving
@@ -21,7 +20,8 @@ from .requests import Tracked
 
 logger = logging.getLogger("vllm.kvkeep")
 
-_taps: weakref.WeakValueDictionary[str, RequestTap] = weakref.WeakValueDictionary()
+# By the identity of their configuration, which they hold: its `instance_id` changes when the engine has started.
+_taps: weakref.WeakValueDictionary[int, RequestTap] = weakref.WeakValueDictionary()
 
 
 def tap_of(vllm_config: VllmConfig) -> RequestTap:
@@ -30,7 +30,7 @@ def tap_of(vllm_config: VllmConfig) -> RequestTap:
     Raises:
         RuntimeError: vLLM made none, as under its model runner V2 or with speculative decoding.
     """
-    tap = _taps.get(vllm_config.instance_id)
+    tap = _taps.get(id(vllm_config))
     if tap is None:
         raise RuntimeError(
             "kvkeep's request tap was not loaded, so rows of the batch cannot be told apart: check that the entry "
@@ -71,7 +71,7 @@ class RequestTap(LogitsProcessor, LogitsProcessorV2):
                     "kvkeep does not run on vLLM's model runner V2 yet: start with VLLM_USE_V2_MODEL_RUNNER=0"
                 )
             refuse_backend(vllm_config)
-            _taps[vllm_config.instance_id] = self
+            _taps[id(vllm_config)] = self
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
