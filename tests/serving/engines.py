@@ -60,9 +60,8 @@ def checkpoint(kind: str) -> str:
 @contextmanager
 def serving(model: str, keep: dict[str, Any] | None = None, **options: Any) -> Iterator[Any]:
     """A vLLM engine in this process, stopped at the end; ``keep`` is kvkeep's configuration, None is stock vLLM."""
-    from vllm.distributed import cleanup_dist_env_and_memory
-
     from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
 
     common: dict[str, Any] = {
         "dtype": "float32", "max_model_len": CONTEXT, "enforce_eager": True, "block_size": 32, "max_num_seqs": 16,

@@ -16,7 +16,7 @@ from kvkeep.bench import serve
 from kvkeep.bench.cli import app
 from kvkeep.bench.serve_tables import floor_lines, floors, ratio, summary, tables
 
-OPTIONS = serve.Options(prompt=16, budget=64, buffer=32, block_size=32, concurrency=3, fit=2, requests=6)
+OPTIONS = serve.Options(prompt=16, budget=96, buffer=32, block_size=32, concurrency=3, fit=2, requests=6)
 SECONDS = {"stock": 4.0, "random": 2.0, "gather": 3.0}
 
 
@@ -134,7 +134,7 @@ def test_results_of_other_settings_are_neither_continued_nor_overwritten(tmp_pat
     measure(Desk(), [("fixed", 100)], repeats=1, json_file=file)
     before = file.read_text()
     with pytest.raises(ValueError, match="settings"):
-        serve.run(replace(OPTIONS, budget=96), [("fixed", 100)], json_file=file, start=Desk().start, show=False)
+        serve.run(replace(OPTIONS, budget=128), [("fixed", 100)], json_file=file, start=Desk().start, show=False)
     assert file.read_text() == before
 
 
@@ -203,7 +203,7 @@ def test_vllm_with_a_full_pool(tmp_path: Path) -> None:
     assert runs["stock"]["preemptions"] > runs["random"]["preemptions"]
     assert runs["stock"]["running_mean"] < runs["random"]["running_mean"]
     assert runs["stock"]["concurrency"] == pytest.approx(OPTIONS.fit, rel=0.1)
-    assert runs["random"]["concurrency"] > 2 * runs["stock"]["concurrency"]
+    assert runs["random"]["concurrency"] > 1.5 * runs["stock"]["concurrency"]
     written = OPTIONS.prompt + length - 1  # the last token is never written
     rounds = 1 + (written - 1 - OPTIONS.budget - OPTIONS.buffer) // OPTIONS.buffer
     for arm in ("random", "blocks"):

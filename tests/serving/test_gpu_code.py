@@ -277,14 +277,14 @@ def test_capture_runs_no_round(backend: Any) -> None:
 @pytest.mark.parametrize("keep", [PER_HEAD, WHOLE_BLOCKS], ids=["per_head", "whole_blocks"])
 def test_nothing_is_read_back_from_the_device(backend: Any, keep: dict[str, Any]) -> None:
     """All that would be on the GPU is on the meta device, which has no values: reading one back raises."""
-    from kvkeep.vllm.keeper import Fixed
+    from kvkeep.vllm.described import Fixed
 
     runner = Runner(backend, keep)
     meta = torch.device("meta")
     for layer in runner.layers:
         layer.kv_cache = layer.kv_cache.to(meta)
     keeper = runner.builder.keeper
-    keeper._fixed = Fixed(8, WIDTH * BLOCK, meta)
+    keeper.described.fixed = Fixed(8, WIDTH * BLOCK, meta)
 
     def described(common: Any, whole: bool) -> Any:
         assert {x.device for x in (common.seq_lens, common.slot_mapping, common.block_table_tensor)} == {meta}

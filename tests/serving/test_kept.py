@@ -12,7 +12,6 @@ from torch import Tensor
 from kvkeep.engine import Sampling
 from kvkeep.hf.cache import EvictCache
 from kvkeep.hf.engine import HFEngine
-from kvkeep.settings import Settings
 from kvkeep.vllm import Serving
 from kvkeep.vllm.layouts import layout_of
 from kvkeep.vllm.timeline import Timeline
@@ -23,7 +22,8 @@ pytestmark = pytest.mark.vllm
 class Written:
     """Keys as the transformers engine wrote them, by position, and the positions it kept in the end."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens  # that are fed in the end
         self.keys: list[list[Tensor]] = []  # of each layer, [H, n, D] each
         self.kept = torch.empty(0)
 
@@ -37,13 +37,14 @@ class Written:
             slot = cache.rows[0].cached - 1
             for mine, keys in zip(self.keys, layers, strict=True):
                 mine.append(keys[:, slot : slot + 1].clone())
-        self.kept = cache.kept_positions(0)
+        if seen == self.tokens:
+            self.kept = cache.kept_positions(0)
 
 
 def on_transformers(path: str, keep: dict[str, Any], prompt: Tokens, length: int) -> tuple[Tensor, Tensor, Tokens]:
     """Keys [L, H, T, D] by position, kept positions [L, H, n], and the trace."""
-    engine = HFEngine(_model(path, "float32"), _Tokenizer(), Settings.of(**{"scope": "grow", **keep}))  # type: ignore[arg-type]
-    written = Written()
+    engine = HFEngine(_model(path, "float32"), _Tokenizer(), Serving.parse(keep).settings)  # type: ignore[arg-type]
+    written = Written(len(prompt) + length - 1)  # the last token is never fed
     sample = engine.generate([prompt], [0], Sampling(length, ignore_end=True), on_token=written)[0]
     return torch.stack([torch.cat(keys, dim=1) for keys in written.keys]), written.kept, sample.tokens
 
@@ -81,7 +82,7 @@ def read(cache: Tensor, blocks: Tensor) -> Tensor:
 
 def which(keys: Tensor, by_position: Tensor) -> Tensor:
     """Positions [L, H, n] of keys [L, H, n, D] among the keys [L, H, T, D] of all positions."""
-    distance = torch.cdist(keys, by_position)
+    distance = torch.cdist(keys, by_position, compute_mode="donot_use_mm_for_euclid_dist")
     nearest = distance.topk(2, largest=False)
     assert nearest.values[..., 0].max() < 1e-3
     assert nearest.values[..., 1].min() > 1e-1

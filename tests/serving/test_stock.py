@@ -10,11 +10,14 @@ from engines import Tokens, _model, _Tokenizer, checkpoint, generate, params, ra
 
 from kvkeep.hf.engine import HFEngine
 from kvkeep.settings import Settings
+from kvkeep.vllm import Serving
+from kvkeep.vllm.timeline import Timeline
 
 pytestmark = pytest.mark.vllm
 
 LENGTH = 520
 LENGTHS = (5, 40, 77, 150, 64, 277)
+KEEP: dict[str, Any] = {"policy": "random", "budget": 128, "buffer": 32, "seed": 3}
 LARGE: dict[str, Any] = {"policy": "random", "budget": 1024, "buffer": 32}  # more than any request has
 
 
@@ -76,7 +79,8 @@ def drift(keep: dict[str, Any] | None, prompts: list[Tokens]) -> tuple[float, fl
     for prompt, (tokens, values) in zip(prompts, ours, strict=True):
         forced = engine.force([prompt], [tokens], [0])[0]
         gap = (forced.logprobs - values).abs()
-        ran = torch.arange(LENGTH) > 160 - len(prompt)
+        timeline = Timeline.of(Serving.parse(KEEP), len(prompt))
+        ran = torch.tensor([timeline.rounds(len(prompt) + t - 1) > 0 for t in range(LENGTH)])
         assert keep is None or torch.equal(ran, forced.rounds > 0)
         before.append(gap[~ran])
         after.append(gap[ran])
@@ -86,7 +90,7 @@ def drift(keep: dict[str, Any] | None, prompts: list[Tokens]) -> tuple[float, fl
 def test_rounds_add_no_error_in_bfloat16(record_property: Any) -> None:
     prompts = random_prompts(5, 30, 40, 50, 60, 70)
     stock = drift(None, prompts)
-    kept = drift({"policy": "random", "budget": 128, "buffer": 32, "seed": 3}, prompts)
+    kept = drift(KEEP, prompts)
     line = (
         f"mean |delta logprob|, bfloat16 against float32: before any round {kept[0]:.4f}, after {kept[1]:.4f}; "
         f"without eviction at the same tokens {stock[0]:.4f} and {stock[1]:.4f}"

@@ -110,3 +110,14 @@ def test_a_long_prompt_grows_its_budget_as_on_transformers(prompt: int) -> None:
     timeline = Timeline.of(serving, prompt)
     assert timeline.kept == serving.budget.for_prompt(prompt).total
     assert timeline.grown == max(0, prompt + 32 - 64)
+
+
+@settings(deadline=None, max_examples=100)
+@given(servings(), st.lists(st.tuples(st.integers(1, 50), st.integers(0, 120)), min_size=1, max_size=5))
+def test_single_tokens_land_where_phases_put_them(serving: Serving, rows: list[tuple[int, int]]) -> None:
+    requests = [Tracked(serving, list(range(prompt)), 0) for prompt, _ in rows]
+    positions = np.array([position for _, position in rows])
+    slots, due = Rows(requests).single(positions)
+    (phase,) = Rows(requests).phases(np.arange(len(rows) + 1), positions)
+    assert slots.tolist() == phase.slots.tolist()
+    assert np.flatnonzero(due).tolist() == phase.due.tolist()

@@ -16,8 +16,10 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
 from .asked import asked, bounded, makes_entries, note
 from .config import Refused
-from .keeper import Fixed, Keeper, KeepMetadata
+from .described import Fixed
+from .keeper import Keeper
 from .layouts import Layout
+from .parts import KeepMetadata
 from .spec import KeepSpec
 
 if TYPE_CHECKING:
@@ -160,7 +162,9 @@ class KeepBuilder(AttentionMetadataBuilder):
         """Describe a step without requests, for capture or for an idle replay: no round is due in it."""
         if self.keeper is None:
             return super().build_for_cudagraph_capture(common_attn_metadata)
-        return KeepMetadata.whole(super().build(0, self.keeper.blank(common_attn_metadata)), self.keeper.layout)
+        return KeepMetadata.whole(
+            super().build(0, self.keeper.described.blank(common_attn_metadata)), self.keeper.layout
+        )
 
 
 class KeepBackend(AttentionBackend):

@@ -15,7 +15,7 @@ from vllm.config import VllmConfig
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from .backend import KeepBuilder
-from .keeper import Fixed
+from .described import Fixed
 
 
 class KeepGPUBuilder(KeepBuilder):

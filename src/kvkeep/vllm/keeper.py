@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -16,71 +15,18 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from .counters import Counters
+from .described import Describer, Fixed
 from .layouts import Layout
+from .parts import KeepMetadata, Part
 from .requests import Tracked
 from .rounds import LayerMoves, Rounds
 from .spec import KeepSpec
-from .steps import Ints, Phase, Rows
+from .steps import Phase, Rows
 from .tap import RequestTap, tap_of
 from .transfer import send
 from .views import Heads
 
 M = TypeVar("M")
-
-
-@dataclass
-class Part(Generic[M]):
-    """A phase, ready for the attention kernels.
-
-    Attributes:
-        meta: what the backend's own kernels want to know of it.
-        tokens: int64 indices of its tokens in the batch; None: all of them.
-        moves: what moves in each layer before its tokens are written there.
-        layout: of the caches.
-    """
-
-    meta: M
-    tokens: Tensor | None
-    moves: Mapping[str, list[LayerMoves]]
-    layout: Layout
-
-    def move(self, layer: str, cache: Tensor) -> None:
-        """Run the rounds that are due in this layer."""
-        for moves in self.moves.get(layer, ()):
-            moves.run(self.layout, cache)
-
-
-@dataclass
-class KeepMetadata(Generic[M]):
-    """Attention metadata of a step: its parts, in order."""
-
-    parts: list[Part[M]] = field(default_factory=list)
-
-    @classmethod
-    def whole(cls, meta: M, layout: Layout) -> KeepMetadata[M]:
-        """One part in which nothing moves."""
-        return cls([Part(meta, None, {}, layout)])
-
-
-class Fixed:
-    """Where steps of one phase are described when they may replay a captured CUDA graph: always the same memory.
-
-    Args:
-        rows: most rows of a batch, padding included.
-        tokens: most tokens of a batch, padding included.
-        device: where the attention runs.
-    """
-
-    def __init__(self, rows: int, tokens: int, device: torch.device) -> None:
-        self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
-        self.slots = torch.full((tokens,), -1, dtype=torch.int64, device=device)
-        self._table: Tensor | None = None
-
-    def table(self, like: Tensor) -> Tensor:
-        """Rows of an own block table, as many and as wide as vLLM's; made when first asked for."""
-        if self._table is None:
-            self._table = like.new_zeros(len(self.lengths), like.shape[1])
-        return self._table[: like.shape[0]]
 
 
 class Keeper:
@@ -105,7 +51,7 @@ class Keeper:
         fixed: Fixed | None = None,
     ) -> None:
         self.serving, self.block_size, self.layout = spec.serving, spec.block_size, layout
-        self._fixed = fixed
+        self.described = Describer(spec.serving, spec.block_size, fixed)
         self.layer_names, self._config = layer_names, vllm_config
         self.rounds = Rounds(self.serving, _heads(spec, layer_names, vllm_config), spec.block_size)
         self._rows = Rows([])
@@ -138,35 +84,24 @@ class Keeper:
             raise RuntimeError(
                 "vLLM did not say on the host how long sequences are: kvkeep does not support this runner"
             )
-        if self._fixed is None and bool((seen[:count].numpy() <= rows.first).all()):
-            # No row is full yet: slots are positions, and vLLM's own description holds.
-            yield from KeepMetadata.whole(build(common, True), self.layout).parts
+        described = self.described.plain(common, rows, seen[:count].numpy())
+        if described is not None:
+            yield from KeepMetadata.whole(build(described, True), self.layout).parts
             return
         starts = common.query_start_loc_cpu[: count + 1].numpy().astype(np.int64)
         computed = seen[:count].numpy().astype(np.int64) - np.diff(starts)
         for number, phase in enumerate(rows.phases(starts, computed)):
             whole = phase.tokens is None
-            table = self._table(rows, phase, common.block_table_tensor)
+            table = self.described.table(rows, phase, common.block_table_tensor)
             moves = self._due(rows, phase, table)
             if number == 0:
                 self._run(moves)
                 moves = {}
             tokens = None if phase.tokens is None else send(torch.from_numpy(phase.tokens), table.device)
-            described = self._as_whole(common, phase, table) if whole else self._as_part(common, phase, table)
+            described = (
+                self.described.whole(common, phase, table) if whole else self.described.part(common, phase, table)
+            )
             yield Part(build(described, whole), tokens, moves, self.layout)
-
-    def blank(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
-        """A step without requests in the fixed memory, for capturing graphs and for idle data-parallel engines."""
-        assert self._fixed is not None
-        lengths, slots = self._fixed.lengths[: common.num_reqs], self._fixed.slots[: common.num_actual_tokens]
-        table = common.block_table_tensor
-        if self.serving.whole_blocks:
-            table = self._fixed.table(table).zero_()
-        return common.replace(
-            seq_lens=lengths.copy_(common.seq_lens[: common.num_reqs]),
-            slot_mapping=slots.fill_(-1),
-            block_table_tensor=table,
-        )
 
     # ---- rows -------------------------------------------------------------------------------------
 
@@ -182,28 +117,6 @@ class Keeper:
         ):
             self._rows = Rows(requests)
         return self._rows
-
-    def _table(self, rows: Rows, phase: Phase, table: Tensor) -> Tensor:
-        """Block tables of the phase's rows (of all rows and padding, if it is the whole step) as rounds left them."""
-        whole = phase.tokens is None
-        if not whole:
-            table = table[send(torch.from_numpy(phase.rows), table.device)]
-        if not self.serving.whole_blocks:
-            return table
-        into = self._fixed.table(table).copy_(table) if whole and self._fixed is not None else table.clone()
-        orders = {
-            i: rows.requests[row].order(int(rounds), self.block_size)
-            for i, (row, rounds) in enumerate(zip(phase.rows, phase.rounds, strict=True))
-            if rounds
-        }
-        if orders:
-            width = max(map(len, orders.values()))
-            order = np.tile(np.arange(width), (len(phase.rows), 1))
-            for i, found in orders.items():
-                order[i, : len(found)] = found
-            index = send(torch.from_numpy(order), table.device)
-            into[: len(order), :width] = table[: len(order)].gather(1, index)
-        return into
 
     # ---- rounds -----------------------------------------------------------------------------------
 
@@ -232,66 +145,6 @@ class Keeper:
         if self._counts:
             self._counters.add("round_seconds", seconds)
             self._counters.add("moved_entries", moved)
-
-    # ---- in slots ---------------------------------------------------------------------------------
-
-    def _as_whole(self, common: CommonAttentionMetadata, phase: Phase, table: Tensor) -> CommonAttentionMetadata:
-        """The step in slots. Padded rows have no entries, padded tokens no slot."""
-        fixed = self._fixed or Fixed(common.num_reqs, common.num_actual_tokens, common.seq_lens.device)
-        real = len(phase.slots)
-        slots, lengths = fixed.slots[: common.num_actual_tokens], fixed.lengths[: common.num_reqs]
-        known = np.zeros(common.num_reqs, dtype=np.int64)
-        known[: len(phase.lengths)] = phase.lengths
-        lengths.copy_(self._place(phase, table, known, slots[:real]))
-        slots[real:].fill_(-1)
-        return common.replace(
-            seq_lens=lengths,
-            seq_lens_cpu_upper_bound=torch.from_numpy(known.astype(np.int32)),
-            max_seq_len=int(phase.lengths.max()),
-            block_table_tensor=table,
-            slot_mapping=slots,
-            **_DROPPED,
-        )
-
-    def _as_part(self, common: CommonAttentionMetadata, phase: Phase, table: Tensor) -> CommonAttentionMetadata:
-        """One of several phases, in slots."""
-        starts = torch.from_numpy(phase.starts.astype(np.int32))
-        slots = torch.empty(len(phase.slots), dtype=torch.int64, device=table.device)
-        lengths = self._place(phase, table, phase.lengths, slots)
-        return common.replace(
-            query_start_loc=send(starts, table.device),
-            query_start_loc_cpu=starts,
-            seq_lens=lengths.to(torch.int32),
-            seq_lens_cpu_upper_bound=torch.from_numpy(phase.lengths.astype(np.int32)),
-            num_reqs=len(phase.rows),
-            num_actual_tokens=len(phase.slots),
-            max_query_len=int(np.diff(phase.starts).max()),
-            max_seq_len=int(phase.lengths.max()),
-            block_table_tensor=table,
-            slot_mapping=slots,
-            **_DROPPED,
-        )
-
-    def _place(self, phase: Phase, table: Tensor, lengths: Ints, slots: Tensor) -> Tensor:
-        """Fill in the slots of a phase's tokens as kernels count them, int64 [T].
-
-        Returns:
-            The lengths on the table's device, int64: they travel in the same copy.
-        """
-        blocks, offsets = np.divmod(phase.slots, self.block_size)
-        packed = torch.from_numpy(np.concatenate([phase.owners * table.shape[1] + blocks, offsets, lengths]))
-        places, offset, there = send(packed, table.device).split([len(blocks), len(blocks), len(lengths)])
-        torch.add(offset, table.take(places), alpha=self.block_size, out=slots)
-        return there
-
-
-#: What would describe the step in tokens; no backend of ours asks for it.
-_DROPPED: dict[str, None] = {
-    "positions": None,
-    "is_prefilling": None,
-    "_num_computed_tokens_cache": None,
-    "_token_to_req_indices_cache": None,
-}
 
 
 def _heads(spec: KeepSpec, layer_names: list[str], vllm_config: VllmConfig) -> Heads:

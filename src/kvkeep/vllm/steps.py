@@ -63,6 +63,13 @@ class Rows:
         again = self.kept[rows] + (positions - self.first[rows]) % self.every[rows]
         return np.where(positions < self.first[rows], positions, again)
 
+    def single(self, positions: Ints) -> tuple[Ints, NDArray[np.bool_]]:
+        """Slots of one token a row, and whether a round is due right before it."""
+        since = positions - self.first
+        past = since % self.every
+        full = since >= 0
+        return np.where(full, self.kept + past, positions), full & (past == 0)
+
     def phases(self, starts: Ints, computed: Ints) -> Iterator[Phase]:
         """Cut a step.
 

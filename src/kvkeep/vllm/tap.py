@@ -11,12 +11,16 @@ import torch
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
-from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as LogitsProcessorV2
+from vllm.version import __version__
 
-from .asked import check_layers
 from .config import SEED, Refused, Serving
-from .refusals import refuse, refuse_backend
 from .requests import Tracked
+from .versions import SUPPORTED, supported
+
+if supported(__version__):
+    from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as LogitsProcessorV2
+else:  # where this module is loaded, too, and must not stand in the way of engines that do not ask for kvkeep
+    LogitsProcessorV2 = object  # type: ignore[assignment,misc]
 
 logger = logging.getLogger("vllm.kvkeep")
 
@@ -65,6 +69,12 @@ class RequestTap(LogitsProcessor, LogitsProcessorV2):
         self._warned, self._checked = False, False
         self._config = vllm_config
         if serving is not None:
+            if not supported(__version__):
+                raise Refused(
+                    f"vLLM {__version__} is not tested (tested: {', '.join(SUPPORTED)}): install one, or remove kvkeep"
+                )
+            from .refusals import refuse, refuse_backend
+
             refuse(vllm_config, serving)
             if len(args) != 2:  # (device, is_pin_memory) in the first model runner
                 raise Refused(
@@ -95,6 +105,8 @@ class RequestTap(LogitsProcessor, LogitsProcessorV2):
         if self.serving is None or batch_update is None:
             return
         if not self._checked:
+            from .asked import check_layers
+
             check_layers(self._config)
             self._checked = True
         for row in batch_update.removed:

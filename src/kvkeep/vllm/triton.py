@@ -13,8 +13,8 @@ from vllm.v1.attention.backends.triton_attn import (
 
 from .backend import KeepBackend, KeepImpl
 from .gpu import KeepGPUBuilder
-from .keeper import KeepMetadata
 from .layouts import LAYOUTS, Layout
+from .parts import KeepMetadata
 
 
 class KeepTritonImpl(KeepImpl, TritonAttentionImpl):
