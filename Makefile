@@ -60,6 +60,7 @@ test-519: $(VENV519)/stamp $(VENV)/stamp model
 
 # Engines run in the tests' own process or start others; two workers share the two cores.
 test-vllm: $(VENVVLLM)/stamp model
+	$(VENVVLLM)/bin/mypy --cache-dir .mypy_cache/vllm src/kvkeep/vllm
 	OMP_NUM_THREADS=1 KVKEEP_REQUIRE_VLLM=1 $(VENVVLLM)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile tests/serving
 
 check-gpu:

@@ -1,4 +1,4 @@
-"""Traces on vLLM are those of the transformers engine, token by token, under every setting that vLLM can serve."""
+"""Traces on vLLM are those of the transformers engine, token by token, under every draw and schedule."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     # whole blocks: a round edits the block table
     "blocks-32": {"unit": 32, "draw": "model"},
     "blocks-64": {"unit": 64, "draw": "model", "budget": 256, "buffer": 64},
+    "blocks-32-window-64": {"unit": 32, "draw": "model", "window": 64},
     "blocks-32-no-window": {"unit": 32, "draw": "model", "window": 0},
     # schedules
     "buffer-1": {"buffer": 1},
@@ -30,19 +31,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "window-8": {"window": 8},
     "window-64": {"window": 64},
     "window-33-none": {"window": 33, "protect": "none"},
-    # prompts
-    "trace": {"scope": "trace"},
-    "align": {"align": 64},
-    "half": {"protect": "prompt:0.5"},
-    "none": {"protect": "none"},
-    "sinks": {"protect": "sinks:4"},
-    # other rules
-    "recency": {"policy": "recency"},
-    "recency-1": {"policy": "recency", "buffer": 1},
-    "streaming": {"policy": "streaming"},
-    "streaming-window-8": {"policy": "streaming", "window": 8},
-    "streaming-gathered": {"policy": "streaming", "moving": "gather"},
-    "gathered-window-64-none": {"window": 64, "protect": "none", "moving": "gather"},
 }
 
 
@@ -53,22 +41,3 @@ def test_settings(name: str) -> None:
     with serving(checkpoint("qwen3"), keep) as llm:
         ours = generate(llm, prompts, LENGTH)
     assert first_difference(ours, reference(checkpoint("qwen3"), keep, prompts, LENGTH)) == [None] * len(LENGTHS)
-
-
-@pytest.mark.parametrize(
-    ("kind", "keep", "options"),
-    [
-        ("gemma3", {"policy": "random", "protect": "none"}, {}),
-        ("gemma3", {"policy": "streaming", "buffer": 8}, {"max_num_batched_tokens": 48}),
-        ("llama", {"policy": "random", "unit": 64, "draw": "model", "budget": 256, "buffer": 64}, {"block_size": 64}),
-        ("llama", {"policy": "random", "protect": "none", "admission": "reserve"}, {"max_num_batched_tokens": 48}),
-        ("llama", {"policy": "recency", "budget": 120, "buffer": 24}, {"block_size": 128}),
-    ],
-    ids=["gemma3-none", "gemma3-streaming", "llama-blocks-64", "llama-none", "llama-recency"],
-)
-def test_settings_of_other_models(kind: str, keep: dict[str, Any], options: dict[str, Any]) -> None:
-    keep = {"budget": 128, "buffer": 32, "seed": 3, **keep}
-    prompts = random_prompts(*LENGTHS)
-    with serving(checkpoint(kind), keep, **options) as llm:
-        ours = generate(llm, prompts, LENGTH)
-    assert first_difference(ours, reference(checkpoint(kind), keep, prompts, LENGTH)) == [None] * len(LENGTHS)

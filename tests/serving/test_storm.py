@@ -53,6 +53,7 @@ def test_traces_are_those_of_each_request_alone(name: str, record_property: Any)
     assert set(outcome.aborted) == {"tokens", "round", "preempted"}
     assert outcome.preemptions > sum(outcome.forced.values())
     assert max(outcome.replayed) >= 3
+    assert any(outcome.hits.values()) == (name != "streaming")  # it protects no prompt, so none is shared
 
 
 @pytest.mark.parametrize("options", [{"admission": "reserve"}, {"scheduling_policy": "priority"}], ids=str)

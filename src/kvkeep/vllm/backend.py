@@ -6,7 +6,7 @@ in before. Layers and engines that do not evict get vLLM's own classes.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,13 +22,11 @@ from .layouts import Layout
 from .parts import KeepMetadata
 from .spec import KeepSpec
 
-if TYPE_CHECKING:
-    from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
-else:
-    AttentionBackend = AttentionImpl = AttentionMetadataBuilder = object
+#: Stands for vLLM's class, which comes next in the order of inheritance.
+_Stock: Any = object
 
 
-class KeepImpl(AttentionImpl):
+class KeepImpl(_Stock):
     """Attention of a layer of an engine that evicts; layers that do not (sliding windows) are vLLM's own."""
 
     def forward(
@@ -85,7 +83,7 @@ class KeepImpl(AttentionImpl):
         return False
 
 
-class KeepBuilder(AttentionMetadataBuilder):
+class KeepBuilder(_Stock):
     """Metadata of evicting layers; for others the class makes vLLM's own builder.
 
     Class attributes:
@@ -167,7 +165,7 @@ class KeepBuilder(AttentionMetadataBuilder):
         )
 
 
-class KeepBackend(AttentionBackend):
+class KeepBackend(_Stock):
     """Takes the place of vLLM's backend of the same name; where kvkeep is not asked for, it behaves as vLLM's own.
 
     Class attributes:

@@ -12,7 +12,7 @@ def register() -> None:
 
     Entry point of the group ``vllm.general_plugins``; may be called more than once in a process.
     """
-    from vllm.version import __version__
+    from vllm import __version__
 
     from .versions import supported
 

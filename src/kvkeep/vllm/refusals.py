@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+from vllm import __version__
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.platforms import current_platform
 from vllm.v1.attention.selector import get_attn_backend
 from vllm.v1.kv_cache_interface import KVCacheSpecKind, is_quantized_kv_cache
-from vllm.version import __version__
 
 from .config import Refused, Serving
 from .versions import SUPPORTED, supported
@@ -41,7 +42,9 @@ def refuse_backend(vllm_config: VllmConfig) -> None:
     """
     model = vllm_config.model_config
     with set_current_vllm_config(vllm_config):
-        backend = get_attn_backend(model.get_head_size(), model.dtype, vllm_config.cache_config.cache_dtype)
+        dtype = model.dtype
+        assert isinstance(dtype, torch.dtype)  # vLLM has resolved it
+        backend = get_attn_backend(model.get_head_size(), dtype, vllm_config.cache_config.cache_dtype)
     if not getattr(backend, "evicts", False):
         raise Refused(no_such_backend(backend.get_name()))
 

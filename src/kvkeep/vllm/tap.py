@@ -8,10 +8,9 @@ from re import fullmatch
 from typing import Any
 
 import torch
-from vllm import SamplingParams
+from vllm import SamplingParams, __version__
 from vllm.config import VllmConfig
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
-from vllm.version import __version__
 
 from .config import SEED, Refused, Serving
 from .requests import Tracked
