@@ -205,11 +205,14 @@ def test_rkv_11_a_preempted_request_starts_over(clean: Any) -> None:
     llm = clean.llm_engine
     llm.add_request("0", {"prompt_token_ids": prompt}, params(160))
     trace: list[int] = []
+    moments = [40, 51, 115, 116]  # before the first round, right when it is due (30 + 51 - 1 = 80), after several
     while llm.has_unfinished_requests():
-        if len(trace) in (60, 115, 116):  # before the first round is due, and after several
+        if len(trace) in moments:
+            moments.remove(len(trace))
             llm.reset_prefix_cache(reset_running_requests=True)
         for answer in llm.step():
             trace = list(answer.outputs[0].token_ids)
+    assert moments == []
     assert [trace] == expected([prompt], 160)
 
 

@@ -1,4 +1,4 @@
-"""Traces on vLLM are those of the transformers engine, token by token, under every protection and rule, on other models too."""
+"""Traces on vLLM are those of the transformers engine under every protection and rule, on other models too."""
 
 from __future__ import annotations
 

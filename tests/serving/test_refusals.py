@@ -220,7 +220,7 @@ def test_a_wrong_value_does_not_start_either() -> None:
         pass
 
 
-@pytest.mark.parametrize("seed", [True, 1.5, "x", 2**63, -(2**63) - 1, None, [1]])
+@pytest.mark.parametrize("seed", [True, 1.5, "x", 2**63, None, [1]])
 def test_a_request_with_a_seed_that_is_none_is_refused_and_the_engine_goes_on(engine: Any, seed: Any) -> None:
     from vllm.exceptions import VLLMValidationError  # HTTP 400 on a server
 

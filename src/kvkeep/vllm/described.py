@@ -44,6 +44,7 @@ class Describer:
 
     def __init__(self, serving: Serving, block_size: int, fixed: Fixed | None) -> None:
         self.serving, self.block_size, self.fixed = serving, block_size, fixed
+        self._order: tuple[object, bytes, Tensor] | None = None
 
     def plain(self, common: CommonAttentionMetadata, rows: Rows, lengths: Ints) -> CommonAttentionMetadata | None:
         """The step in slots where no round is due and nothing else is special, as nearly always; else None."""
@@ -124,19 +125,23 @@ class Describer:
         if not self.serving.whole_blocks:
             return table
         into = self.fixed.table(table).copy_(table) if whole and self.fixed is not None else table.clone()
-        orders = {
-            i: rows.requests[row].order(int(rounds), self.block_size)
-            for i, (row, rounds) in enumerate(zip(phase.rows, phase.rounds, strict=True))
-            if rounds
-        }
-        if orders:
-            width = max(map(len, orders.values()))
-            order = np.tile(np.arange(width), (len(phase.rows), 1))
-            for i, found in orders.items():
-                order[i, : len(found)] = found
-            index = send(torch.from_numpy(order), table.device)
-            into[: len(order), :width] = table[: len(order)].gather(1, index)
+        index = self._orders(rows, phase, table.device)[:, : table.shape[1]]  # a budget may exceed the model's length
+        into[: len(index), : index.shape[1]] = table[: len(index)].gather(1, index)
         return into
+
+    def _orders(self, rows: Rows, phase: Phase, device: torch.device) -> Tensor:
+        """Order of each row's blocks, int64 [R, n]; the same until a round runs or the batch changes."""
+        state = phase.rows.tobytes() + phase.rounds.tobytes()
+        if self._order is None or self._order[0] is not rows or self._order[1] != state:
+            each = [
+                rows.requests[row].order(int(rounds), self.block_size)
+                for row, rounds in zip(phase.rows, phase.rounds, strict=True)
+            ]
+            order = np.tile(np.arange(max(map(len, each))), (len(each), 1))
+            for i, found in enumerate(each):
+                order[i, : len(found)] = found
+            self._order = rows, state, send(torch.from_numpy(order), device)
+        return self._order[2]
 
     def blank(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
         """A step without requests in the fixed memory, for capturing graphs and for idle data-parallel engines."""

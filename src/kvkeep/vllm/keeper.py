@@ -92,7 +92,7 @@ class Keeper:
         computed = seen[:count].numpy().astype(np.int64) - np.diff(starts)
         for number, phase in enumerate(rows.phases(starts, computed)):
             whole = phase.tokens is None
-            table = self.described.table(rows, phase, common.block_table_tensor)
+            table = self._table(rows, phase, common.block_table_tensor)
             moves = self._due(rows, phase, table)
             if number == 0:
                 self._run(moves)
@@ -101,7 +101,7 @@ class Keeper:
             described = (
                 self.described.whole(common, phase, table) if whole else self.described.part(common, phase, table)
             )
-            yield Part(build(described, whole), tokens, moves, self.layout)
+            yield Part(build(described, whole), tokens, moves, self.layout, self._count)
 
     # ---- rows -------------------------------------------------------------------------------------
 
@@ -117,6 +117,13 @@ class Keeper:
         ):
             self._rows = Rows(requests)
         return self._rows
+
+    def _table(self, rows: Rows, phase: Phase, table: Tensor) -> Tensor:
+        begin = time.perf_counter()
+        table = self.described.table(rows, phase, table)
+        if self.serving.whole_blocks and len(phase.due):  # then this is where rounds run
+            self._count(time.perf_counter() - begin, 0)
+        return table
 
     # ---- rounds -----------------------------------------------------------------------------------
 

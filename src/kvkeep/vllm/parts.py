@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -23,17 +24,25 @@ class Part(Generic[M]):
         tokens: int64 indices of its tokens in the batch; None: all of them.
         moves: what moves in each layer before its tokens are written there.
         layout: of the caches.
+        count: told seconds and moved entries of each layer's rounds.
     """
 
     meta: M
     tokens: Tensor | None
     moves: Mapping[str, list[LayerMoves]]
     layout: Layout
+    count: Callable[[float, int], None] | None = None
 
     def move(self, layer: str, cache: Tensor) -> None:
         """Run the rounds that are due in this layer."""
-        for moves in self.moves.get(layer, ()):
+        due = self.moves.get(layer)
+        if not due:
+            return
+        begin = time.perf_counter()
+        for moves in due:
             moves.run(self.layout, cache)
+        if self.count is not None:
+            self.count(time.perf_counter() - begin, sum(len(moves.heads) for moves in due))
 
 
 @dataclass

@@ -56,6 +56,8 @@ class Progress:
         if before is None:
             self._counters.add("requests", 1)
             self._counters.add("grown_budgets", timeline.grown > 0)
+        if tokens <= timeline.first:
+            return
         ran, run = (timeline.rounds(n - 1) if n else 0 for n in (before or 0, tokens))
         if run > ran:
             self._rounds += run - ran
