@@ -11,7 +11,7 @@ from engines import checkpoint, first_difference, generate, random_prompts, refe
 pytestmark = pytest.mark.vllm
 
 KEEP: dict[str, Any] = {"policy": "random", "budget": 64, "buffer": 16, "seed": 3}
-SMALL: dict[str, Any] = {"num_gpu_blocks_override": 65, "max_model_len": 1024}
+SMALL: dict[str, Any] = {"num_gpu_blocks_override": 97, "max_model_len": 1024}
 
 
 def managers(llm: Any) -> list[Any]:

