@@ -63,6 +63,9 @@ test-vllm: $(VENVVLLM)/stamp model
 	$(VENVVLLM)/bin/mypy --cache-dir .mypy_cache/vllm src/kvkeep/vllm
 	OMP_NUM_THREADS=1 KVKEEP_REQUIRE_VLLM=1 $(VENVVLLM)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile tests/serving
 
+bench-storm: $(VENVVLLM)/stamp
+	OMP_NUM_THREADS=1 $(VENVVLLM)/bin/python -m kvkeep.bench.storms --requests 200
+
 check-gpu:
 	PYTHONPATH=src $(PYTHON) -m kvkeep.bench.gpu --out benchmarks/gpu.json
 

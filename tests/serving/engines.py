@@ -37,8 +37,12 @@ def _config(kind: str) -> transformers.PretrainedConfig:
         return transformers.Qwen3Config(**_COMMON, num_hidden_layers=3)
     if kind == "llama":
         return transformers.LlamaConfig(**_COMMON, num_hidden_layers=3)
-    if kind == "gemma3":  # sliding windows beside full attention
+    if kind == "head-80":  # no multiple of 32: the layout that vLLM calls vec16
+        return transformers.Qwen3Config(**{**_COMMON, "head_dim": 80}, num_hidden_layers=3)
+    if kind in ("gemma3", "two-groups"):  # sliding windows beside full attention
         layers = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+        if kind == "two-groups":  # vLLM's groups are as large as the smallest kind, so full attention has two
+            layers = ["sliding_attention", "full_attention", "full_attention"] * 2
         return transformers.Gemma3TextConfig(
             **_COMMON, num_hidden_layers=6, layer_types=layers, sliding_window=64, query_pre_attn_scalar=32
         )
@@ -126,6 +130,15 @@ def reference(
     sampling = Sampling(max_new_tokens=length, ignore_end=True)
     numbers = [0] * len(prompts) if samples is None else samples
     return [engine.generate([p], [n], sampling)[0].tokens for p, n in zip(prompts, numbers, strict=True)]
+
+
+def differences(
+    kind: str, keep: dict[str, Any], prompts: Sequence[Tokens], length: int, **options: Any
+) -> list[int | None]:
+    """Where each trace on vLLM first differs from that of the transformers engine; None where it does not."""
+    with serving(checkpoint(kind), keep, **options) as llm:
+        ours = generate(llm, prompts, length)
+    return first_difference(ours, reference(checkpoint(kind), keep, prompts, length))
 
 
 def random_prompts(*lengths: int, seed: int = 1) -> list[Tokens]:

@@ -3,10 +3,9 @@
 The R-KV patch's list is numbered as its authors do; the rest are holes of TriAttention's plug-in. Where another file
 tests the same thing better, it is named:
 
-- 12, wrong defaults: ``test_config.py::test_defaults``
 - LoRA: ``test_lora.py``; speculative decoding, quantised caches, connectors, context parallelism, dual batch overlap,
-  other vLLM versions, a merged hybrid cache: ``test_refusals.py``; pipeline stages and tensor parallel ranks on real
-  processes: ``test_exact.py``
+  other vLLM versions, a merged hybrid cache: ``test_refusals.py``; tensor parallel ranks on real processes:
+  ``test_exact_processes.py``; asynchronous scheduling and several engines: ``test_bugs_at_start.py``
 - full CUDA graphs that skip what attention does in Python: ``test_gpu_code.py`` (graphs hold single tokens only, and
   their rounds run before the forward)
 """
@@ -23,7 +22,9 @@ from engines import checkpoint, first_difference, generate, params, random_promp
 
 from kvkeep.bench.storm import Ask, storm
 from kvkeep.plan import plan
+from kvkeep.settings import Settings
 from kvkeep.vllm import Refused, Serving
+from kvkeep.vllm.config import runnable
 from kvkeep.vllm.layouts import layout_of
 from kvkeep.vllm.requests import Tracked
 from kvkeep.vllm.rounds import Rounds
@@ -55,10 +56,6 @@ def scheduler(llm: Any) -> Any:
 
 def managers(llm: Any) -> list[Any]:
     return list(scheduler(llm).kv_cache_manager.coordinator.single_type_managers)
-
-
-def runner(llm: Any) -> Any:
-    return llm.llm_engine.model_executor.driver_worker.worker.model_runner
 
 
 def expected(prompts: list[list[int]], length: int, keep: dict[str, Any] | None = KEEP) -> list[list[int]]:
@@ -214,6 +211,16 @@ def test_rkv_11_a_preempted_request_starts_over(clean: Any) -> None:
             trace = list(answer.outputs[0].token_ids)
     assert moments == []
     assert [trace] == expected([prompt], 160)
+
+
+@pytest.mark.parametrize("policy", [name for name in runnable() if name != "full"])
+def test_rkv_12_defaults_are_said_in_one_place(policy: str) -> None:
+    """The patch's own default of a constant was not its paper's. Here a server's defaults are the library's.
+
+    All but the scope: a server cannot refuse a prompt that is longer than the budget.
+    """
+    assert Serving.parse({"policy": policy, "budget": 2048}) == Serving(Settings(policy, 2048, scope="grow"))
+    assert Serving.parse({"budget": 2048}).settings.policy == Settings(budget=2048).policy
 
 
 @pytest.mark.vllm

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,11 +65,17 @@ def test_rkv_10_async_scheduling() -> None:
         assert first_difference(generate(llm, prompts, 100), expected(prompts, 100)) == [None, None]
 
 
-def test_triattention_what_is_missing_is_found_at_the_start(tmp_path: Any) -> None:
+def test_triattention_what_is_missing_is_found_at_the_start(tmp_path: Path) -> None:
     """A missing statistics file was found when the first request crossed the threshold, and killed the engine."""
-    for values in ({"policy": "triattention", "calibration": str(tmp_path / "none")}, {**KEEP, "budget": 8}):
-        with pytest.raises(ValueError), serving(checkpoint("qwen3"), values):
-            pass
+    missing = tmp_path / "none.safetensors"
+    scored = {"policy": "triattention", "calibration": str(missing), "budget": 64}
+    with pytest.raises(ValueError, match=f"no calibration {missing}"), serving(checkpoint("qwen3"), scored):
+        pass
+    with (
+        pytest.raises(ValueError, match="budget 8 is not larger than the buffer 16"),
+        serving(checkpoint("qwen3"), {**KEEP, "budget": 8}),
+    ):
+        pass
 
 
 def test_triattention_sliding_layers_are_left_alone() -> None:

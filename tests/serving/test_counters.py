@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import multiprocessing
 import os
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvkeep.vllm.counters import Counters, Engine, folder, read, read_all, sweep
+from kvkeep.vllm.counters import Counters, Engine, family, folder, read, read_all, sweep
 
 
 @pytest.fixture(autouse=True)
@@ -132,3 +133,66 @@ def test_a_folder_of_someone_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvkeep.vllm.counters.folder", lambda: place)
     with pytest.raises(PermissionError, match="belongs to another user"):
         Counters(engine(), "scheduler")
+
+
+# ---- files that are not ours -----------------------------------------------------------------------------------------
+
+
+def test_only_files_with_our_names_are_swept() -> None:
+    counters = Counters(engine(), "scheduler")
+    dead = counters.path.with_name(f"{'0' * 12}.1.0.worker0-0.99-0.bin")
+    others = [counters.path.with_name(name) for name in ("weights.bin", "0.1.0.worker.99-0.bin", f"{dead.name}.bin")]
+    for path in (dead, *others):
+        path.write_bytes(b"precious")
+    sweep()
+    assert not dead.exists()
+    assert all(path.read_bytes() == b"precious" for path in others)
+    assert counters.path.exists()
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling", "file"])
+def test_a_link_in_place_of_the_folder(kind: str, tmp_path: Path) -> None:
+    """Files behind it stay; a server that does not evict still shows its own numbers."""
+    elsewhere = tmp_path / "elsewhere"
+    precious = elsewhere / f"{family()}.1.0.worker.99-0.bin"
+    if kind == "link":
+        elsewhere.mkdir()
+        precious.write_bytes(b"precious")
+    if kind == "file":
+        folder().touch()
+    else:
+        folder().symlink_to(elsewhere)
+    with pytest.raises(OSError, match=r"is a link or no folder: remove it, or set TMPDIR to a folder of your own"):
+        Counters(engine(), "scheduler")
+    sweep()
+    assert (read("1"), read_all()) == ({}, {})
+    assert kind != "link" or precious.read_bytes() == b"precious"
+
+
+def test_a_temporary_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    monkeypatch.setattr(tempfile, "tempdir", str(gone))  # removed after Python had chosen it; root may write anywhere
+    says = rf"cannot be written to {gone} \(No such file or directory\): set TMPDIR to a folder that can be written"
+    with pytest.raises(OSError, match=says):
+        Counters(engine(), "scheduler")
+    assert (read("1"), read_all()) == ({}, {})
+
+
+def test_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "rename", full)
+    says = rf"cannot be written to {folder()} \(No space left on device\): set TMPDIR"
+    with pytest.raises(OSError, match=says):
+        Counters(engine(), "scheduler")
+
+
+def test_no_temporary_folder_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "gettempdir", none)
+    with pytest.raises(OSError, match=r"No usable temporary directory .*: set TMPDIR to one that can be written"):
+        Counters(engine(), "scheduler")
+    assert (read("1"), read_all()) == ({}, {})

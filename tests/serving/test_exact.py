@@ -47,11 +47,27 @@ def test_another_seed_is_another_trace_from_the_first_rounds_on(kind: str) -> No
 
 
 @pytest.mark.parametrize(
+    ("kind", "layout", "groups"), [("head-80", "vec16", 1), ("two-groups", "vec", 2)], ids=["head-80", "two-groups"]
+)
+def test_other_shapes(kind: str, layout: str, groups: int) -> None:
+    """Heads in another layout; evicting layers in two groups, each with its own blocks and block table."""
+    short, length = LENGTHS[:4], 260
+    prompts = random_prompts(*short)
+    with serving(checkpoint(kind), KEEP) as llm:
+        runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        builders = [group.get_metadata_builder() for groups in runner.attn_groups for group in groups]
+        assert [b.keeper.layout.name for b in builders if hasattr(b, "keeper")] == [layout] * groups
+        ours = generate(llm, prompts, length)
+    assert first_difference(ours, reference(checkpoint(kind), KEEP, prompts, length)) == [None] * 4
+    other = reference(checkpoint(kind), {**KEEP, "seed": 4}, prompts, length)
+    assert None not in first_difference(ours, other)
+
+
+@pytest.mark.parametrize(
     ("kind", "keep", "options"),
     [
         pytest.param("qwen3", KEEP, {"max_num_batched_tokens": 48}, id="chunked"),
         pytest.param("gemma3", KEEP, {"max_num_batched_tokens": 48}, id="chunked-sliding"),
-        pytest.param("qwen3", KEEP, {"async_scheduling": True}, id="async"),
         pytest.param("qwen3", KEEP, {"max_num_seqs": 2}, id="waiting"),
         pytest.param("qwen3", KEEP, {"block_size": 128}, id="blocks-of-128"),
         pytest.param("qwen3", ODD, {"block_size": 32}, id="odd-32"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from engines import checkpoint, first_difference, generate, random_prompts, reference, serving
+from engines import differences, random_prompts
 
 pytestmark = pytest.mark.vllm
 
@@ -37,7 +37,4 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings(name: str) -> None:
     keep = {"policy": "random", "budget": 128, "buffer": 32, "seed": 3, **SETTINGS[name]}
-    prompts = random_prompts(*LENGTHS)
-    with serving(checkpoint("qwen3"), keep) as llm:
-        ours = generate(llm, prompts, LENGTH)
-    assert first_difference(ours, reference(checkpoint("qwen3"), keep, prompts, LENGTH)) == [None] * len(LENGTHS)
+    assert differences("qwen3", keep, random_prompts(*LENGTHS), LENGTH) == [None] * len(LENGTHS)

@@ -384,6 +384,14 @@ def test_registered_by_path() -> None:
 # ---- other backends --------------------------------------------------------------------------------------------------
 
 
+class _Other:
+    """Stands for a backend that kvkeep has no class for."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "FLEX_ATTENTION"
+
+
 @contextmanager
 def _refused(words: str = "--attention-backend FLASH_ATTN") -> Iterator[None]:
     with pytest.raises(Refused, match=words):
@@ -393,7 +401,6 @@ def _refused(words: str = "--attention-backend FLASH_ATTN") -> Iterator[None]:
 @pytest.mark.parametrize("how", ["asked", "per_kind", "chosen"])
 def test_other_backends_are_refused_at_start(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
-    from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 
     import kvkeep.vllm.refusals as refusals
     from kvkeep.vllm.tap import RequestTap
@@ -404,8 +411,7 @@ def test_other_backends_are_refused_at_start(how: str, monkeypatch: pytest.Monke
     changes: dict[str, Callable[[], None]] = {
         "asked": lambda: setattr(config.attention_config, "backend", other),
         "per_kind": lambda: config.attention_config.backend_per_kind.update(full_attention=other),
-        # Stock classes stand for any that is not kvkeep's.
-        "chosen": lambda: monkeypatch.setattr(refusals, "get_attn_backend", lambda *_: TritonAttentionBackend),
+        "chosen": lambda: monkeypatch.setattr(refusals, "get_attn_backend", lambda *_: _Other),
     }
     changes[how]()
     with _refused():
@@ -414,7 +420,6 @@ def test_other_backends_are_refused_at_start(how: str, monkeypatch: pytest.Monke
 
 def test_a_layer_that_would_keep_everything_is_refused() -> None:
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-    from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
     from vllm.v1.sample.logits_processor import BatchUpdate
 
     from kvkeep.vllm.tap import RequestTap
@@ -423,7 +428,7 @@ def test_a_layer_that_would_keep_everything_is_refused() -> None:
         sliding_window: int | None = None
 
         def get_attn_backend(self) -> Any:
-            return TritonAttentionBackend
+            return _Other
 
         def get_kv_cache_spec(self, vllm_config: Any) -> None:
             return None

@@ -281,9 +281,9 @@ def test_keys_of_another_dtype_or_shape_are_not_written(name: str) -> None:
 
 
 def kernels(name: str) -> Any:
-    """vLLM's CPU kernels; skips where they, or what the layout needs of the processor, are missing."""
-    # Not "vllm" alone: that could be found as this folder.
-    ops = pytest.importorskip("vllm._custom_ops", reason="vLLM is not installed here: run `make test-vllm`")
+    """vLLM's CPU kernels; skips where the processor lacks what the layout needs."""
+    from vllm import _custom_ops as ops
+
     if name == "amx" and not torch.cpu._is_avx512_supported():
         pytest.skip("vLLM has its AMX layout only on processors with AVX-512")
     return ops

@@ -54,6 +54,7 @@ class Outcome:
         traces: of each request, as far as it came.
         steps: of the engine.
         preempted: preemptions of each request.
+        starved: of them those that vLLM chose itself, when blocks ran out.
         replayed: rounds that a request had been through when it was preempted, one a preemption.
         forced: how often everything was preempted on purpose, by moment.
         aborted: how many requests were aborted, by reason.
@@ -65,6 +66,7 @@ class Outcome:
     traces: list[Tokens]
     steps: int = 0
     preempted: Counter[int] = field(default_factory=Counter)
+    starved: int = 0
     replayed: list[int] = field(default_factory=list)
     forced: Counter[str] = field(default_factory=Counter)
     aborted: Counter[str] = field(default_factory=Counter)
@@ -81,7 +83,8 @@ class Outcome:
         """One line."""
         return (
             f"{len(self.traces)} requests in {self.steps} steps, at most {self.peak} at once; {self.preemptions} "
-            f"preemptions, of which forced {dict(self.forced)} times; {sum(self.replayed)} rounds replayed, at most "
+            f"preemptions, {self.starved} for want of blocks, the others when all were preempted "
+            f"{dict(self.forced)} times; {sum(self.replayed)} rounds replayed, at most "
             f"{max(self.replayed, default=0)} at once; aborted {dict(self.aborted)}; "
             f"{'; '.join(self.lost) or 'no block lost'}"
         )
@@ -211,7 +214,7 @@ class _Storm:
                         self.done.add(number)
             self.outcome.steps, self.clock = self.outcome.steps + 1, self.clock + 1
             self.outcome.peak = max(self.outcome.peak, len(self.scheduler.running))
-            self._note_preemptions()
+            self.outcome.starved += self._note_preemptions()
         self.outcome.lost = self._lost(before)
         return self.outcome
 
@@ -264,22 +267,28 @@ class _Storm:
 
     # ---- looking on -----------------------------------------------------------------------------
 
-    def _note_preemptions(self) -> None:
+    def _note_preemptions(self) -> int:
+        """Preemptions since the last look."""
+        found = 0
         for request in self.scheduler.requests.values():
             number = self.numbers[request.request_id]
             new = request.num_preemptions - self.outcome.preempted[number]
             if new:
+                found += new
                 self.outcome.preempted[number] += new
                 timeline = self.timelines[number]
                 # Its last token has not been written.
                 ran = 0 if timeline is None else timeline.rounds(max(0, request.num_tokens - 2))
                 self.outcome.replayed += [ran] * new
+        return found
 
     def _free_blocks(self) -> int:
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
     def _lost(self, before: int) -> list[str]:
         """What an idle engine still holds."""
+        from ..vllm.manager import KeepManager
+
         pool = self.scheduler.kv_cache_manager.block_pool
         lost = []
         if self._free_blocks() != before:
@@ -288,10 +297,10 @@ class _Storm:
         if held:
             lost.append(f"blocks {held} are still held")
         for manager in self.scheduler.kv_cache_manager.coordinator.single_type_managers:
-            for name in ("req_to_blocks", "num_cached_block", "timelines"):
-                kept = getattr(manager, name, None)
-                if kept:
-                    lost.append(f"{name} still knows requests {sorted(kept)}")
+            known = {"req_to_blocks": manager.req_to_blocks, "num_cached_block": manager.num_cached_block}
+            if isinstance(manager, KeepManager):
+                known |= {"kvkeep's manager": manager._held, "kvkeep's progress": manager.progress._tokens}
+            lost += [f"{name} still knows requests {sorted(kept)}" for name, kept in known.items() if kept]
         return lost
 
 

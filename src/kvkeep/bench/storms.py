@@ -143,6 +143,7 @@ def _row(name: str, outcome: Outcome, wrong: dict[int, int]) -> dict[str, Any]:
         "steps": outcome.steps,
         "at_once": outcome.peak,
         "preemptions": outcome.preemptions,
+        "starved": outcome.starved,
         "forced": sum(outcome.forced.values()),
         "rounds_replayed": sum(outcome.replayed),
         "most_replayed": max(outcome.replayed, default=0),
@@ -156,7 +157,7 @@ def _row(name: str, outcome: Outcome, wrong: dict[int, int]) -> dict[str, Any]:
 
 def _table(rows: list[dict[str, Any]]) -> Table:
     shown = {
-        "storm": "storm", "at_once": "at once", "preemptions": "preempted", "most_replayed": "rounds replayed",
+        "storm": "storm", "at_once": "at once", "preemptions": "preempted", "starved": "for blocks", "most_replayed": "rounds replayed",
         "aborted": "aborted", "cached_tokens": "cached", "mismatches": "wrong",
     }  # fmt: skip
     table = Table(*shown.values(), "lost", title="Traces in a storm against traces alone")

@@ -44,7 +44,8 @@ def bounded(spec: AttentionSpec) -> AttentionSpec:
     assert serving is not None
     model, index = _last.model_config, _last.parallel_config.data_parallel_index
     engine = Engine(_last.instance_id, index, str(model.served_model_name))
-    return KeepSpec.of(spec, serving, model.max_model_len, engine.to_text())
+    layers = [x for x in _last.compilation_config.static_forward_context.values() if isinstance(x, AttentionLayerBase)]
+    return KeepSpec.of(spec, serving, model.max_model_len, engine.to_text(), all(map(makes_entries, layers)))
 
 
 def makes_entries(layer: object) -> bool:

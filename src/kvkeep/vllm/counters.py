@@ -13,10 +13,12 @@ import itertools
 import json
 import multiprocessing
 import os
+import re
+import stat
 import tempfile
 import weakref
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -35,6 +37,8 @@ COUNTED = (
 )
 STATES = ("blocks_in_use", "blocks_saved", "blocks_in_pool")
 NAMES = COUNTED + STATES
+#: Names that :class:`Counters` gives: family, instance, engine, role, process and number.
+_NAME = re.compile(r"[0-9a-f]{12}\.[^.]*\.\d+\.[^.]+\.\d+-\d+\.bin")
 _HEADER = 4096  # bytes of JSON before the numbers
 _numbered = itertools.count()
 
@@ -82,26 +86,28 @@ class Counters:
         role: what counts, unique among the engine's processes.
 
     Raises:
-        OSError: the folder for temporary files cannot be written, or the one in it belongs to someone else.
+        OSError: the folder for temporary files cannot be written, or the one in it is a link or belongs to someone
+            else; says what to do.
     """
 
     def __init__(self, engine: str, role: str) -> None:
         self.engine = Engine.from_text(engine)
         _clean_up_at_exit()
-        place = _made(folder())
-        sweep()
         name = f"{family()}.{self.engine.instance}.{self.engine.index}.{role}.{os.getpid()}-{next(_numbered)}.bin"
+        place = _made()
+        sweep()
         self.path = place / name
-        # It appears complete and locked, so that nobody takes it for the file of a dead process.
-        self._file = open(f"{self.path}.new", "x+b")  # noqa: SIM115 (the lock lasts as long as the file is open)
-        fcntl.flock(self._file, fcntl.LOCK_EX)
         header = json.dumps({"engine": self.engine.index, "model": self.engine.model[:512]}).encode()
-        self._file.write(header.ljust(_HEADER) + bytes(8 * len(NAMES)))
-        self._file.flush()
-        self._values: NDArray[np.float64] = np.memmap(
-            self._file, dtype=np.float64, mode="r+", offset=_HEADER, shape=(len(NAMES),)
-        )
-        os.rename(self._file.name, self.path)
+        with _writable(place):
+            # It appears complete and locked, so that nobody takes it for the file of a dead process.
+            self._file = open(f"{self.path}.new", "x+b")  # noqa: SIM115 (the lock lasts as long as the file is open)
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+            self._file.write(header.ljust(_HEADER) + bytes(8 * len(NAMES)))
+            self._file.flush()
+            self._values: NDArray[np.float64] = np.memmap(
+                self._file, dtype=np.float64, mode="r+", offset=_HEADER, shape=(len(NAMES),)
+            )
+            os.rename(self._file.name, self.path)
         weakref.finalize(self, _unlink_own, self.path, os.getpid())
 
     def add(self, name: str, by: float) -> None:
@@ -137,8 +143,10 @@ def read_all() -> dict[tuple[str, str], dict[str, float]]:
 
 
 def sweep() -> None:
-    """Remove what killed processes left: files that nobody holds locked."""
-    for path in folder().glob("*.bin"):
+    """Remove what killed processes left: files with names of :class:`Counters` that nobody holds locked."""
+    for path in _found("*.bin"):
+        if not _NAME.fullmatch(path.name):
+            continue
         with suppress(FileNotFoundError), path.open("rb") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -148,17 +156,53 @@ def sweep() -> None:
 
 
 def _files(pattern: str) -> Iterator[tuple[dict[str, object], NDArray[np.float64]]]:
-    for path in sorted(folder().glob(pattern)):
+    for path in _found(pattern):
         with suppress(FileNotFoundError):  # its process just ended
             data = path.read_bytes()
             yield json.loads(data[:_HEADER]), np.frombuffer(data, dtype=np.float64, offset=_HEADER)
 
 
-def _made(place: Path) -> Path:
-    place.mkdir(mode=0o700, exist_ok=True)
-    if place.stat().st_uid != os.getuid():
-        raise PermissionError(f"{place} belongs to another user: remove it, or set TMPDIR to a folder of your own")
+def _found(pattern: str) -> list[Path]:
+    """Our own files. Where :class:`Counters` refuses to write there are none, and readers need not fail."""
+    try:
+        place = folder()
+        _check_own(place)
+    except OSError:
+        return []
+    return sorted(place.glob(pattern))
+
+
+def _made() -> Path:
+    """The folder, which is ours alone."""
+    try:
+        place = folder()
+    except FileNotFoundError as error:  # Python looked for one and found none
+        raise OSError(
+            f"kvkeep's numbers need a folder for temporary files ({error}): set TMPDIR to one that can be written"
+        ) from error
+    with _writable(place.parent), suppress(FileExistsError):
+        place.mkdir(mode=0o700)
+    _check_own(place)
     return place
+
+
+def _check_own(place: Path) -> None:
+    """Refuse a folder that someone else put there, or may lead to files of others."""
+    found = place.lstat()
+    if stat.S_ISLNK(found.st_mode) or not stat.S_ISDIR(found.st_mode):
+        raise OSError(f"{place} is a link or no folder: remove it, or set TMPDIR to a folder of your own")
+    if found.st_uid != os.getuid():
+        raise PermissionError(f"{place} belongs to another user: remove it, or set TMPDIR to a folder of your own")
+
+
+@contextmanager
+def _writable(place: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            f"kvkeep's numbers cannot be written to {place} ({error.strerror}): set TMPDIR to a folder that can be written"
+        ) from error
 
 
 def _unlink_own(path: Path, pid: int) -> None:
@@ -180,5 +224,5 @@ def clean_up_at_exit() -> None:
 
 def _unlink_family(name: str, pid: int) -> None:
     if os.getpid() == pid:
-        for path in folder().glob(f"{name}.*.bin*"):
+        for path in _found(f"{name}.*.bin*"):
             path.unlink(missing_ok=True)

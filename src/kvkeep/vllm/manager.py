@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
+from functools import lru_cache, partial
 from typing import Any, ClassVar
 
 from vllm.utils.math_utils import cdiv
@@ -11,11 +11,10 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SingleTypeKVCacheManager
 from vllm.v1.request import Request
 
+from .announce import announce
 from .progress import Progress
 from .spec import KeepSpec
 from .timeline import Timeline
-
-logger = logging.getLogger("vllm.kvkeep")
 
 
 class _Held:
@@ -54,8 +53,10 @@ class KeepManager(FullAttentionManager):
         self._held: dict[str, _Held] = {}
         self._reserves = self.serving.admission == "reserve"
         self.progress = Progress(self, kv_cache_spec.instance, f"scheduler{self.kv_cache_group_id}")
-        if self.kv_cache_group_id == 0 or not _announced(self.block_pool):
-            self._announce(kv_cache_spec)
+        # A waiting request is looked at in every step, and prompts of one length have one timeline.
+        self._timeline = lru_cache(maxsize=1024)(partial(Timeline.of, self.serving))
+        if self.progress.first:
+            announce(kv_cache_spec, self.block_pool.num_gpu_blocks - 1)  # block 0 is vLLM's null block
 
     # ---- how many blocks ----------------------------------------------------------------------------
 
@@ -93,7 +94,7 @@ class KeepManager(FullAttentionManager):
         held = self._held.get(request_id)
         # Nothing is held at vLLM's first look at a waiting request, before it says how long the prompt is. A new
         # request's tokens are its prompt. One that was preempted may ask for too little there; the next look is exact.
-        slots = Timeline.of(self.serving, tokens if is_prompt else 1).slots if held is None else held.slots
+        slots = self._timeline(tokens if is_prompt else 1).slots if held is None else held.slots
         return min(slots, self.longest if self._reserves else tokens)
 
     # ---- a request's life ---------------------------------------------------------------------------
@@ -106,7 +107,7 @@ class KeepManager(FullAttentionManager):
             raise RuntimeError("vLLM did not say how long the prompt is: kvkeep does not support this version")
         held = self._held.get(request_id)
         if held is None:
-            timeline = Timeline.of(self.serving, num_prompt_tokens)
+            timeline = self._timeline(num_prompt_tokens)
             held = self._held[request_id] = _Held(timeline, self.block_size, self.serving.shares_prompts)
         elif held.timeline.prompt != num_prompt_tokens:
             raise RuntimeError(
@@ -154,36 +155,3 @@ class KeepManager(FullAttentionManager):
     def new_step_starts(self) -> None:
         """A new step: publish the numbers of the last one."""
         self.progress.publish()
-
-    # ---- at start -----------------------------------------------------------------------------------
-
-    def _announce(self, spec: KeepSpec) -> None:
-        settings, size = self.serving.settings, self.block_size
-        pool = self.block_pool.num_gpu_blocks - 1  # block 0 is vLLM's null block
-        bounded, full = cdiv(spec.slots, size), cdiv(self.longest, size)
-        logger.info(
-            "kvkeep: %s, K = %d and r = %d per KV head, admission %s: a request of %d tokens takes %d blocks of %d "
-            "slots instead of %d, so %.1f such requests fit at once instead of %.1f",
-            self.serving.policy.title, self.serving.budget.total, settings.buffer, self.serving.admission,
-            self.longest, bounded, size, full, pool / bounded, pool / full,
-        )  # fmt: skip
-        if spec.slots % size and spec.slots < self.longest:
-            logger.info(
-                "kvkeep: the last of a request's blocks is not full (%d slots in blocks of %d); --block-size %d would "
-                "waste none", spec.slots, size, self.serving.best_block_size(16),
-            )  # fmt: skip
-        if pool < cdiv(min(self.longest, Timeline.of(self.serving, max(1, self.longest - 1)).slots), size):
-            logger.warning(
-                "kvkeep: the pool holds %d slots, less than a prompt may have (up to max_model_len = %d). A request "
-                "whose prompt and budget need more would wait for ever, and those behind it too: lower "
-                "--max-model-len, give the cache more memory, or limit prompts before they reach the server",
-                pool * size, self.longest,
-            )  # fmt: skip
-
-
-def _announced(pool: object) -> bool:
-    """Whether another group of the same engine has spoken already."""
-    if getattr(_announced, "pool", None) is pool:
-        return True
-    _announced.pool = pool  # type: ignore[attr-defined]
-    return False

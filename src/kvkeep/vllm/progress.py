@@ -22,6 +22,7 @@ logger = logging.getLogger("vllm.kvkeep")
 #: Pools whose requests are counted already: with several groups of evicting layers, one manager counts for all.
 _counted: weakref.WeakSet[object] = weakref.WeakSet()
 _PUSH_EVERY = 1.0  # seconds
+_PUBLISH_EVERY = 0.1  # seconds
 
 
 class Progress:
@@ -37,21 +38,22 @@ class Progress:
         self._manager = weakref.proxy(manager)
         self._counters = Counters(engine, role)
         self._tokens: dict[str, int] = {}
-        self._first = manager.block_pool not in _counted
+        #: Whether this manager counts (and speaks) for the engine: the first of its groups of evicting layers.
+        self.first = manager.block_pool not in _counted
         _counted.add(manager.block_pool)
-        if self._first:
+        if self.first:
             self._counters.set("blocks_in_pool", manager.block_pool.num_gpu_blocks - 1)
         # With several API servers, /metrics shows what processes leave in this folder, and no collector's numbers.
         several = "PROMETHEUS_MULTIPROC_DIR" in os.environ
-        self._pushed = Pushed(self._counters.engine) if self._first and several else None
-        self._last_push = self._last_line = 0.0
+        self._pushed = Pushed(self._counters.engine) if self.first and several else None
+        self._last_push = self._last_line = self._published = 0.0
         self._rounds, self._said = 0, 0
 
     def scheduled(self, request_id: str, timeline: Timeline, tokens: int) -> None:
         """After this step, ``tokens`` tokens of the request have been computed."""
         before = self._tokens.get(request_id)
         self._tokens[request_id] = tokens
-        if not self._first:
+        if not self.first:
             return
         if before is None:
             self._counters.add("requests", 1)
@@ -72,12 +74,16 @@ class Progress:
 
     def publish(self) -> None:
         """Note what requests hold now, and what they would hold with the full cache."""
+        now = time.monotonic()
+        if self._tokens and now - self._published < _PUBLISH_EVERY:
+            return
+        self._published = now
         size, blocks = self._manager.block_size, self._manager.req_to_blocks
         held = sum(map(len, blocks.values()))
         saved = sum(max(0, -(-n // size) - len(blocks.get(r, ()))) for r, n in self._tokens.items())
         self._counters.set("blocks_in_use", held)
         self._counters.set("blocks_saved", saved)
-        if self._first:
+        if self.first:
             self._tell()
 
     def _tell(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from vllm import __version__
+from vllm import __version__, envs
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.platforms import current_platform
 from vllm.v1.attention.selector import get_attn_backend
@@ -51,8 +51,24 @@ def refuse_backend(vllm_config: VllmConfig) -> None:
 
 def no_such_backend(name: str) -> str:
     """What to do about an attention backend that cannot evict."""
+    if name in BACKENDS:
+        return f"attention backend {name} is not kvkeep's: {_why_not_ours()}"
     able = " or ".join(f"--attention-backend {one}" for one in BACKENDS[1:])
     return f"attention backend {name} does not evict: start with {able} (on CPUs leave the option out)"
+
+
+def _why_not_ours() -> str:
+    """Why a backend that kvkeep replaces is vLLM's own, and what to do."""
+    allowed = envs.VLLM_PLUGINS
+    if allowed is not None and "kvkeep" not in allowed:
+        return (
+            f"VLLM_PLUGINS={','.join(allowed)} keeps vLLM from loading kvkeep's plug-in: add kvkeep to VLLM_PLUGINS, "
+            "or unset it"
+        )
+    return (
+        "its plug-in was not loaded (look for 'Failed to load plugin' in the log, reinstall kvkeep beside vLLM), or "
+        "another plug-in, or the model, brings a class of its own (leave it out)"
+    )
 
 
 def _reasons(config: VllmConfig) -> Iterator[str]:

@@ -20,17 +20,19 @@ class KeepSpec(FullAttentionSpec):
         keep: the settings, as :meth:`Serving.to_json` writes them: the spec travels between processes.
         longest: tokens of the longest request the model takes.
         instance: tells engines apart, text of :class:`~kvkeep.vllm.counters.Engine`.
+        alone: whether all of the model's layers evict.
     """
 
     keep: str
     longest: int
     instance: str
+    alone: bool
 
     @classmethod
-    def of(cls, spec: FullAttentionSpec, serving: Serving, longest: int, instance: str) -> Self:
+    def of(cls, spec: FullAttentionSpec, serving: Serving, longest: int, instance: str, alone: bool) -> Self:
         """``spec`` with bounded requests."""
         values = {f.name: getattr(spec, f.name) for f in fields(spec) if f.init}
-        return cls(**values, keep=serving.to_json(), longest=longest, instance=instance)
+        return cls(**values, keep=serving.to_json(), longest=longest, instance=instance, alone=alone)
 
     @property
     def serving(self) -> Serving:

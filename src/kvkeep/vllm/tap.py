@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from operator import index
 from re import fullmatch
 from typing import Any
 
@@ -43,13 +44,23 @@ def tap_of(vllm_config: VllmConfig) -> RequestTap:
 
 
 def seed_of(params: SamplingParams) -> int:
-    """A request's own seed: ``kvkeep_seed``, else the seed of its sampling, else 0.
+    """A request's own seed: ``kvkeep_seed``, else the low 64 bits of its sampling's seed, else 0.
+
+    Returns:
+        A whole number of 64 bits, signed.
 
     Raises:
-        ValueError: it is not a whole number of 64 bits. Over HTTP numbers may come as 7.0 or "7", too.
+        ValueError: ``kvkeep_seed`` is none. Over HTTP numbers may come as 7.0 or "7", too.
+        TypeError: the seed of the sampling is not a whole number.
     """
-    given = (params.extra_args or {}).get(SEED, params.seed)
-    seed = 0 if given is None and SEED not in (params.extra_args or {}) else given
+    extra = params.extra_args or {}
+    if SEED in extra:
+        return _own_seed(extra[SEED])
+    return 0 if params.seed is None else (index(params.seed) + 2**63) % 2**64 - 2**63
+
+
+def _own_seed(given: Any) -> int:
+    seed = given
     if (isinstance(seed, float) and seed.is_integer()) or (isinstance(seed, str) and fullmatch(r"-?\d{1,19}", seed)):
         seed = int(seed)
     if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
@@ -84,8 +95,13 @@ class RequestTap(LogitsProcessor, LogitsProcessorV2):
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Refuse a request's own seed that is none; HTTP 400."""
-        seed_of(sampling_params)
+        """Refuse a request's ``kvkeep_seed`` that is none; HTTP 400.
+
+        vLLM asks this of every engine beside which kvkeep is installed: nothing else may be refused here.
+        """
+        extra = sampling_params.extra_args or {}
+        if SEED in extra:
+            _own_seed(extra[SEED])
 
     def is_argmax_invariant(self) -> bool:
         """It changes nothing."""
