@@ -213,7 +213,7 @@ def test_help_names_what_runs_and_what_is_required(
         ("m -o budget=2048", "write --budget 2048 instead of"),
         ("m --budget 2048 -o block-size=64", "write --block-size 64 instead of"),
         ("m --budget 2048 -o windows=8", "policy 'random' has no option 'windows': it takes draw, groups, unit"),
-        ("m --budget 2048 --window -1", "window"),
+        ("m --budget 2048 --window 4096", "budget 2048 is smaller than the window 4096"),
         ("m --budget 2048 --align 0", "align must be a whole number of at least 1"),
         ("m --budget 2048 -o draw=model -o unit=16", "blocks of 32 slots do not divide it: use a unit"),
         ("m --budget 2048 -o draw", "--option takes name=value"),
@@ -239,6 +239,14 @@ def test_mistakes_are_one_line(
     said = capsys.readouterr().err
     assert says in said
     assert said.count("\n") == 1
+
+
+def test_a_window_below_zero(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The settings take -1 for the default, which nobody means here."""
+    assert run(monkeypatch, "m", "--budget", "2048", "--window", "-1", "--dry-run") == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "--window" in said.err
 
 
 def test_plugins_that_leave_kvkeep_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,15 +69,13 @@ def serve(
             show_default=False,
         ),
     ] = None,
-    buffer: Annotated[
-        int | None, typer.Option(help="Tokens between two eviction rounds, always kept (r). Default: 64.")
-    ] = None,
+    buffer: Annotated[int | None, typer.Option(help="Tokens between two eviction rounds (r). Default: 64.")] = None,
     window: Annotated[
-        int | None, typer.Option(help="Newest entries that are always kept (w). Default: as many as --buffer.")
+        int | None, typer.Option(min=0, help="Newest entries that are always kept (w). Default: as many as --buffer.")
     ] = None,
     align: Annotated[
         int | None,
-        typer.Option(help="A budget that a prompt makes grow is rounded up to a multiple of this. Default: 1."),
+        typer.Option(help="Budgets that depend on the prompt are rounded up to a multiple of this. Default: 1."),
     ] = None,
     scope: Annotated[
         str | None,

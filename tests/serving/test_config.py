@@ -87,7 +87,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "growth": ({"growth": 4.0}, r"growth=4\.0 lets the budget grow without end.* use growth=None"),
     "pins": ({"protect": "prompt+pin:70-80"}, r"protect='prompt\+pin:70-80' pins .* use prompt, prompt:0\.5, sinks:4"),
-    "positions": ({"track_positions": True}, r"track_positions is not kept here.*kvkeep\.vllm\.timeline.*leave it out"),
+    "positions": (
+        {"track_positions": True},
+        r"track_positions is not kept.*EvictCache\.kept_positions.*leave it out",
+    ),
 }
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -197,6 +200,38 @@ def test_the_second_model_runner() -> None:
         RequestTap(config())
 
 
+LEFT_OUT = """
+from vllm import LLM
+
+LLM({model!r}, skip_tokenizer_init=True, enforce_eager=True, dtype="float32", max_model_len=1024, block_size=32,
+    additional_config={{"kvkeep": {keep!r}}})
+"""
+
+
+def test_vllm_was_told_to_leave_the_plugin_out() -> None:
+    """In a process of its own: here the plug-in is loaded."""
+    program = LEFT_OUT.format(model=checkpoint("qwen3"), keep=KEEP)
+    environment = {**os.environ, "VLLM_PLUGINS": "other"}
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert ended.returncode != 0
+    says = "attention backend CPU_ATTN is not kvkeep's: VLLM_PLUGINS=other keeps vLLM from loading kvkeep's plug-in: "
+    assert f"{says}add kvkeep to VLLM_PLUGINS, or unset it" in ended.stdout + ended.stderr
+
+
+def test_a_backend_of_ours_that_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some other plug-in took its place."""
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
+
+    from kvkeep.vllm import refusals
+
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    monkeypatch.setattr(refusals, "get_attn_backend", lambda *_: TritonAttentionBackend)
+    with pytest.raises(Refused, match=r"TRITON_ATTN is not kvkeep's: its plug-in was not loaded .* or another plug-in"):
+        refusals.refuse_backend(config())
+
+
 # ---- engines ---------------------------------------------------------------------------------------------------------
 
 
@@ -227,6 +262,36 @@ def test_a_request_with_a_seed_that_is_none_is_refused_and_the_engine_goes_on(en
     with pytest.raises(VLLMValidationError, match=f"{SEED} must be a whole number of 64 bits, got"):
         engine.generate({"prompt_token_ids": [1, 2, 3]}, params(4, extra_args={SEED: seed}), use_tqdm=False)
     assert len(generate(engine, random_prompts(5), 4)[0]) == 4
+
+
+@pytest.mark.parametrize("seed", [2**63, 2**64 - 2, -(2**63) - 1, 2**70])
+def test_a_seed_of_the_sampling_is_vllm_s_own_business(seed: int) -> None:
+    """vLLM asks every engine's requests, also of those that do not evict."""
+    from vllm import SamplingParams
+    from vllm.v1.sample.logits_processor import validate_logits_processors_parameters
+
+    from kvkeep.vllm.tap import seed_of
+
+    validate_logits_processors_parameters(None, SamplingParams(seed=seed))
+    found = seed_of(SamplingParams(seed=seed))
+    assert -(2**63) <= found < 2**63
+    assert (found - seed) % 2**64 == 0
+    assert seed_of(SamplingParams(seed=seed, extra_args={SEED: 7})) == 7
+
+
+def test_a_seed_beyond_64_bits_draws_like_the_one_it_is_folded_to(engine: Any) -> None:
+    """So do the children of n = 2, which vLLM numbers from the seed on."""
+    prompt = {"prompt_token_ids": random_prompts(20)[0]}
+    common: dict[str, Any] = {"temperature": 1.0, "top_k": 1}  # greedy; vLLM wants that for n = 2
+    asked = [
+        params(300, seed=2**63 - 1, n=2, **common),
+        params(300, 2**63 - 1, **common),
+        params(300, -(2**63), **common),
+    ]
+    outputs = engine.generate([prompt] * 3, asked, use_tqdm=False)
+    first, second, wanted_first, wanted_second = [list(o.token_ids) for output in outputs for o in output.outputs]
+    assert (first, second) == (wanted_first, wanted_second)
+    assert first != second
 
 
 @pytest.fixture(scope="module")

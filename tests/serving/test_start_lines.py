@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from engines import checkpoint, params, random_prompts, serving
 
+from kvkeep.vllm import Refused
+
 pytestmark = pytest.mark.vllm
 
 Lines = list[tuple[str, str]]  # (level, line)
@@ -77,14 +79,14 @@ def test_a_better_block_size_is_named(keep: dict[str, Any], hints: list[str], lo
     assert log[1:] == [("INFO", f"kvkeep: the last of a request's blocks is not full ({hint}") for hint in hints]
 
 
-@pytest.mark.parametrize(("blocks", "warns"), [(32, False), (31, True)])
-def test_a_pool_that_a_prompt_may_overfill_is_warned_of(blocks: int, warns: bool, log: Lines) -> None:
-    start("qwen3", KEEP, num_gpu_blocks_override=blocks + 1)
-    warnings = [line for level, line in log if level == "WARNING"]
-    assert len(warnings) == warns
-    if warns:
-        assert "the pool holds 992 slots, less than a prompt may have (up to max_model_len = 1024)" in warnings[0]
-        assert "lower --max-model-len, give the cache more memory" in warnings[0]
+def test_a_pool_that_a_prompt_may_overfill_is_refused_unless_prompts_are_shorter() -> None:
+    start("qwen3", KEEP, num_gpu_blocks_override=33)
+    with pytest.raises(Refused, match=r"the pool has 31 blocks of 32 slots, and a prompt of 1023 tokens needs 32.*"
+                       r'lower --max-model-len.*"max_prompt": 896'):  # fmt: skip
+        start("qwen3", KEEP, num_gpu_blocks_override=32)
+    start("qwen3", {**KEEP, "max_prompt": 896}, num_gpu_blocks_override=32)
+    with pytest.raises(Refused, match="a prompt of 897 tokens needs 32"):
+        start("qwen3", {**KEEP, "max_prompt": 897}, num_gpu_blocks_override=32)
 
 
 def test_requests_that_share_their_draws_are_warned_of_once(log: Lines) -> None:

@@ -165,7 +165,7 @@ def test_the_command_fails_if_a_trace_or_a_block_is_lost(
     done = _command(monkeypatch, "--storms", storm_)
     assert done.exit_code == code, done.output
     assert f"{storm_}: {int(trace != [7, 8])} mismatches" in done.output
-    assert ("blocks [3]" in done.output.replace("\n", " ")) == bool(lost)
+    assert ("[3]" in done.output) == bool(lost)
     assert ("blocks were lost (seed" in done.output) == (code == 1)
 
 
@@ -205,7 +205,7 @@ def test_a_resumed_request_does_not_adopt_a_prompt_that_equals_its_trace() -> No
     """Its own rounds would write the other's prompt blocks, and what they hold was computed without evictions."""
     keep = KEEPS["random"]
     (first,) = random_prompts(64)
-    with serving(checkpoint("qwen3"), keep, num_gpu_blocks_override=64) as llm:
+    with serving(checkpoint("qwen3"), keep, num_gpu_blocks_override=64, max_model_len=2016) as llm:
         (whole,) = generate(llm, [first], 200)
         second = first + whole[:100]
         (answer,) = generate(llm, [second], 100)
@@ -222,7 +222,7 @@ def test_a_resumed_request_does_not_adopt_a_prompt_that_equals_its_trace() -> No
 
 def test_a_second_turn_hits_only_blocks_of_the_first_prompt() -> None:
     prompts = random_prompts(70, 96, 31)  # two full blocks of 32 and a bit; three; none
-    with serving(checkpoint("qwen3"), KEEPS["random"], num_gpu_blocks_override=64) as llm:
+    with serving(checkpoint("qwen3"), KEEPS["random"], num_gpu_blocks_override=64, max_model_len=2016) as llm:
         traces = generate(llm, prompts, 100)
         turns = [p + t + [1, 2, 3] for p, t in zip(prompts, traces, strict=True)]
         inputs = [{"prompt_token_ids": p} for p in turns]
@@ -237,7 +237,7 @@ def test_equal_prompts_with_different_seeds_draw_differently_and_share_blocks() 
     """Twins at once: they share the prompt's blocks, and each has the trace that it has alone."""
     (prompt,) = random_prompts(80)
     keep = KEEPS["random"]
-    with serving(checkpoint("qwen3"), keep, num_gpu_blocks_override=64) as llm:
+    with serving(checkpoint("qwen3"), keep, num_gpu_blocks_override=64, max_model_len=2016) as llm:
         asks = [Ask(prompt, 150, sample) for sample in range(4)]
         expected = alone(llm, asks)
         llm.reset_prefix_cache()
@@ -253,6 +253,6 @@ def test_requests_that_leave_the_middle_of_the_batch_do_not_move_draws_to_others
     lengths = [200, 17, 180, 33, 160, 49, 140, 65]
     asks = [Ask(p, n, joins=3 * i) for i, (p, n) in enumerate(zip(random_prompts(*[24] * 8), lengths, strict=True))]
     asks += [Ask(p, 90, joins=20 + 16 * i) for i, p in enumerate(random_prompts(*[24] * 4, seed=5))]
-    with serving(checkpoint("qwen3"), keep, num_gpu_blocks_override=64) as llm:
+    with serving(checkpoint("qwen3"), keep, num_gpu_blocks_override=64, max_model_len=2016) as llm:
         expected = alone(llm, asks)
         assert storm(llm, asks, Serving.parse(keep), force=0).traces == expected

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from ..evals.environment import code_sha256
 from ..report.files import versions, write_json
 from ..vllm import KEY
 from .common import device_name, place, progress, record, tiny_model
@@ -137,7 +138,7 @@ def run(
 
     def result() -> dict[str, Any]:
         rows = summary([r for r in runs if _key(r) in wanted])
-        about = {"settings": asdict(options), "cpus": os.cpu_count(), **environment}
+        about = {"settings": asdict(options), "code": code_sha256(), "cpus": os.cpu_count(), **environment}
         return {**record(rows, place("cpu"), options.seed, **about), "threads": options.threads,
                 "floors": floors(rows), "runs": runs}  # fmt: skip
 
@@ -291,7 +292,8 @@ def _stored(path: Path | None, options: Options) -> list[Run]:
     if path is None or not path.exists():
         return []
     found = json.loads(path.read_text())
-    now = {"settings": asdict(options), "device": device_name(place("cpu")), "versions": versions()}
+    now = {"settings": asdict(options), "code": code_sha256(), "device": device_name(place("cpu"))}
+    now["versions"] = versions()
     for name, value in now.items():
         if found.get(name) != value:
             raise ValueError(f"{path} holds results with {name} {found.get(name)}, not {value}: name another file")

@@ -104,8 +104,9 @@ def floors(rows: Sequence[Row]) -> list[dict[str, Any]]:
             against_stock(cell, 1.5, row)
         elif not row["rounds"] and row["length"] == least:
             against_stock(cell, 0.97, row)
-    if ours:
-        worst = max(ours, key=lambda r: float(r["round_share"]))
+    evicting = [r for r in ours if r["rounds"]]
+    if evicting:
+        worst = max(evicting, key=lambda r: float(r["round_share"]))
         share = worst["round_share"]
         where = f"share of time in rounds, {worst['regime']} pool, {worst['length']} tokens"
         found.append({"what": where, "floor": 0.02, "found": share, "low": None, "high": None, "held": share < 0.02})

@@ -157,8 +157,8 @@ def _row(name: str, outcome: Outcome, wrong: dict[int, int]) -> dict[str, Any]:
 
 def _table(rows: list[dict[str, Any]]) -> Table:
     shown = {
-        "storm": "storm", "at_once": "at once", "preemptions": "preempted", "starved": "for blocks", "most_replayed": "rounds replayed",
-        "aborted": "aborted", "cached_tokens": "cached", "mismatches": "wrong",
+        "storm": "storm", "at_once": "at once", "preemptions": "preempted", "starved": "for blocks",
+        "most_replayed": "rounds replayed", "aborted": "aborted", "cached_tokens": "cached", "mismatches": "wrong",
     }  # fmt: skip
     table = Table(*shown.values(), "lost", title="Traces in a storm against traces alone")
     for row in rows:

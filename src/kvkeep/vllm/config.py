@@ -38,9 +38,11 @@ class Serving:
     Args:
         settings: policy, budget, buffer, protection and seed, as everywhere else.
         admission: "grow": a request takes blocks as it grows, up to its budget; "reserve": it takes all of them when
-            it is admitted, and is then never preempted for memory.
+            it is admitted, and is then never preempted for memory (but for sliding-window layers beside).
         moving: "in-place": a round moves the newest entries onto the victims. "gather": it copies every kept entry to
             its rank, as engines do that compact; the same kept sets, for comparison only.
+        max_prompt: tokens of the longest prompt that clients send; None: of any that the model takes. The pool must
+            hold it, or the engine does not start.
         one_by_one: rounds run one request at a time instead of one batch a step; for comparison only.
 
     Raises:
@@ -52,6 +54,7 @@ class Serving:
     admission: Admission = "grow"
     moving: Moving = "in-place"
     one_by_one: bool = False
+    max_prompt: int | None = None
 
     def __post_init__(self) -> None:
         for name, kind in (("admission", Admission), ("moving", Moving)):
@@ -59,6 +62,8 @@ class Serving:
                 raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, got {getattr(self, name)!r}")
         if not isinstance(self.one_by_one, bool):
             raise ValueError(f"one_by_one must be true or false, got {self.one_by_one!r}")
+        if self.max_prompt is not None and (type(self.max_prompt) is not int or self.max_prompt < 1):
+            raise ValueError(f"max_prompt must be a whole number of at least 1, got {self.max_prompt!r}")
         if self.policy.evicts:
             self._check_policy()
             self._check_schedule()
@@ -206,8 +211,8 @@ class Serving:
             )
         if settings.track_positions:
             raise Refused(
-                "track_positions is not kept here: draws are pure functions, so kept positions can be computed at any "
-                "time (kvkeep.vllm.timeline); leave it out"
+                "track_positions is not kept here: draws are pure functions, and the transformers engine tells "
+                "the kept positions of the same settings (EvictCache.kept_positions); leave it out"
             )
 
 

@@ -201,7 +201,8 @@ def _writable(place: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OSError(
-            f"kvkeep's numbers cannot be written to {place} ({error.strerror}): set TMPDIR to a folder that can be written"
+            f"kvkeep's numbers cannot be written to {place} ({error.strerror}): set TMPDIR to a folder that "
+            "can be written"
         ) from error
 
 

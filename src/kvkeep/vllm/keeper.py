@@ -14,6 +14,7 @@ from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_pa
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from .config import Refused
 from .counters import Counters
 from .described import Describer, Fixed
 from .layouts import Layout
@@ -51,6 +52,7 @@ class Keeper:
         fixed: Fixed | None = None,
     ) -> None:
         self.serving, self.block_size, self.layout = spec.serving, spec.block_size, layout
+        self.serving.check_block_size(self.block_size)  # vLLM may have made blocks larger than it was asked to
         self.described = Describer(spec.serving, spec.block_size, fixed)
         self.layer_names, self._config = layer_names, vllm_config
         self.rounds = Rounds(self.serving, _heads(spec, layer_names, vllm_config), spec.block_size)
@@ -158,6 +160,13 @@ def _heads(spec: KeepSpec, layer_names: list[str], vllm_config: VllmConfig) -> H
     """Global numbers of the KV heads that this worker holds."""
     total = vllm_config.model_config.get_total_num_kv_heads()
     rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+    if spec.num_kv_heads != max(1, total // size):  # layers of this model differ
+        if size > 1:
+            raise Refused(
+                f"layer {layer_names[0]} has another number of KV heads than the model says, so ranks cannot tell "
+                "which heads are theirs: use --tensor-parallel-size 1"
+            )
+        total = spec.num_kv_heads
     # With more ranks than KV heads, neighbouring ranks hold copies of the same head, which must draw alike.
     first = rank * spec.num_kv_heads if total >= size else rank * total // size
     layers = torch.tensor([extract_layer_index(name) for name in layer_names])

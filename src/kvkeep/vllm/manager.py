@@ -50,6 +50,7 @@ class KeepManager(FullAttentionManager):
         super().__init__(kv_cache_spec, **kwargs)
         self.serving = kv_cache_spec.serving
         self.longest = kv_cache_spec.longest
+        self.serving.check_block_size(self.block_size)  # vLLM may have made blocks larger than it was asked to
         self._held: dict[str, _Held] = {}
         self._reserves = self.serving.admission == "reserve"
         self.progress = Progress(self, kv_cache_spec.instance, f"scheduler{self.kv_cache_group_id}")

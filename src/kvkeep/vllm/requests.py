@@ -21,8 +21,8 @@ from .views import Heads, look
 class Tracked:
     """A request in the worker's batch.
 
-    Everything here is a function of the prompt, the seed and the number of rounds, so that a request that left the
-    batch, or was preempted, is simply made anew.
+    Everything here is a function of the prompt, the seed and the number of rounds: asked for fewer rounds than it has
+    been through, as after a preemption, it starts over.
 
     Args:
         serving: the engine's settings.
@@ -33,7 +33,7 @@ class Tracked:
     def __init__(self, serving: Serving, prompt: Sequence[int], sample: int) -> None:
         self.serving, self.sample = serving, sample
         self.timeline = Timeline.of(serving, len(prompt))
-        self._prompt = prompt
+        self.prompt = prompt
         self._stores: dict[Heads, _Positions] = {}
         self._blocks: NDArray[np.int64] = np.empty(0, dtype=np.int64)
         self._edits = 0  # rounds that `_blocks` has been through
@@ -41,11 +41,11 @@ class Tracked:
     @cached_property
     def stream(self) -> int:
         """What its draws depend on beside the run's seed."""
-        return stream_of(self._prompt, self.sample)
+        return stream_of(self.prompt, self.sample)
 
     def same_draws(self, other: Tracked) -> bool:
         """Whether two requests share every draw."""
-        return self.sample == other.sample and self._prompt == other._prompt
+        return self.sample == other.sample and self.prompt == other.prompt
 
     def positions(self, where: Heads) -> _Positions:
         """Positions of what these heads hold, for policies that ask for them."""

@@ -54,7 +54,8 @@ class KeepSpec(FullAttentionSpec):
         """One spec for layers that share a block table; their settings must be the same."""
         first = specs[0]
         if any(spec != first for spec in specs):
-            raise ValueError("layers with different caches or eviction settings cannot share a block table")
+            # The one error that vLLM takes for an answer: it asks whether any layers can be merged.
+            raise AssertionError("layers with different caches or eviction settings cannot share a block table")
         return first
 
 

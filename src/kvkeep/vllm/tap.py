@@ -76,6 +76,7 @@ class RequestTap(LogitsProcessor, LogitsProcessorV2):
         serving = Serving.of(vllm_config.additional_config)
         self.serving = serving
         self.rows: list[Tracked | None] = []
+        self._away: dict[int, Tracked] = {}
         self._warned, self._checked = False, False
         self._config = vllm_config
         if serving is not None:
@@ -126,9 +127,11 @@ class RequestTap(LogitsProcessor, LogitsProcessorV2):
             self._checked = True
         for row in batch_update.removed:
             self._grow(row)
+            self._leave(self.rows[row])
             self.rows[row] = None
         for row, params, prompt, _ in batch_update.added:
             self._grow(row)
+            self._leave(self.rows[row])
             self.rows[row] = self._track(params, prompt)
         for a, b, direction in batch_update.moved:
             self._grow(max(a, b))
@@ -141,10 +144,21 @@ class RequestTap(LogitsProcessor, LogitsProcessorV2):
     def _grow(self, row: int) -> None:
         self.rows.extend([None] * (row + 1 - len(self.rows)))
 
+    def _leave(self, request: Tracked | None) -> None:
+        """Remember a request that leaves the batch: under pipeline parallelism each comes back every few steps."""
+        if request is None:
+            return
+        self._away[id(request.prompt)] = request
+        if len(self._away) > self._config.scheduler_config.max_num_seqs:
+            del self._away[next(iter(self._away))]
+
     def _track(self, params: SamplingParams, prompt: list[int] | None) -> Tracked:
         assert self.serving is not None
         if prompt is None:
             raise RuntimeError("a request came without token ids of its prompt, which its draws depend on")
+        known = self._away.pop(id(prompt), None)  # the same list for all of a request's life
+        if known is not None and known.prompt is prompt and known.sample == seed_of(params):
+            return known
         made = Tracked(self.serving, prompt, seed_of(params))
         if not self._warned and any(r is not None and r.same_draws(made) for r in self.rows):
             self._warned = True
