@@ -215,7 +215,7 @@ def test_help_names_what_runs_and_what_is_required(
         ("m --budget 2048 -o windows=8", "policy 'random' has no option 'windows': it takes draw, groups, unit"),
         ("m --budget 2048 --window 4096", "budget 2048 is smaller than the window 4096"),
         ("m --budget 2048 --align 0", "align must be a whole number of at least 1"),
-        ("m --budget 2048 -o draw=model -o unit=16", "blocks of 32 slots do not divide it: use a unit"),
+        ("m --budget 2048 -o draw=model -o unit=16", "blocks of 32 slots do not divide it: use a multiple of 32"),
         ("m --budget 2048 -o draw", "--option takes name=value"),
         ("m --budget 2048 --block-size 48", "--block-size must be a multiple of 32 here, got 48"),
         ("m --budget 2048 -- --block-size=40", "--block-size must be a multiple of 32 here, got 40"),

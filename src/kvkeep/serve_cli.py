@@ -36,7 +36,8 @@ _MANY_FRONT_ENDS = (
 _RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 #: What `kvkeep serve` takes as an option of its own.
 _SETTINGS = (
-    "policy", "budget", "buffer", "window", "align", "scope", "protect", "seed", "admission", "block_size",
+    "policy", "budget", "buffer", "window", "align", "scope", "protect", "seed", "admission", "max_prompt",
+    "block_size",
 )  # fmt: skip
 _FLAGS = "kvkeep.flags"
 
@@ -90,6 +91,9 @@ def serve(
         str | None,
         typer.Option(help="A request takes blocks as it grows (grow, the default) or all at once (reserve)."),
     ] = None,
+    max_prompt: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of the longest prompt that clients send, if the pool is small.")
+    ] = None,
     block_size: Annotated[
         int | None, typer.Option(help="Slots of a block. Default: the largest that wastes none.")
     ] = None,
@@ -103,7 +107,7 @@ def serve(
     values: dict[str, Any] = {"policy": policy, "options": read_options(option or [])}
     _refuse_misplaced(policy, values["options"])
     named = {"budget": budget, "buffer": buffer, "window": window, "align": align, "scope": scope, "protect": protect,
-             "seed": seed, "admission": admission}  # fmt: skip
+             "seed": seed, "admission": admission, "max_prompt": max_prompt}  # fmt: skip
     values |= {name: value for name, value in named.items() if value is not None}
     if not values["options"]:
         del values["options"]

@@ -146,7 +146,7 @@ def test_every_policy_that_is_listed_runs_here() -> None:
     [
         ({"unit": 64}, 128, r"unit=64 .*blocks of 128 slots do not divide it: pass --block-size 64"),
         ({"unit": 64}, 48, r"pass --block-size 64"),
-        ({"unit": 16}, 128, r"unit=16 .* use a unit of 32 or more"),
+        ({"unit": 16}, 128, r"unit=16 .* use a multiple of 32 as the unit"),
     ],
 )
 def test_whole_blocks_need_blocks_that_divide_the_unit(values: dict[str, Any], size: int, words: str) -> None:

@@ -157,7 +157,9 @@ class Serving:
         unit = self.policy.slots_per_unit
         if self.whole_blocks and unit % size:
             fitting = self.best_block_size(supported, unit)
-            advice = f"pass --block-size {fitting}" if unit % fitting == 0 else f"use a unit of {supported} or more"
+            advice = (
+                f"pass --block-size {fitting}" if unit % fitting == 0 else f"use a multiple of {supported} as the unit"
+            )
             raise Refused(
                 f"unit={unit} with draw='model' evicts whole blocks, and blocks of {size} slots do not divide it: "
                 f"{advice}"
