@@ -54,7 +54,7 @@ ROUNDS, FIRST = 12, 160  # K + r: round 0 runs before the token at this position
 
 
 def spoken(model: str, keep: dict[str, Any] | None, prompts: list[Tokens], traces: list[Tokens]) -> torch.Tensor:
-    """Log-probabilities of given traces on vLLM in bfloat16, float32 [R, T], token by token as if it had chosen them."""
+    """Log-probabilities of given traces on vLLM in bfloat16, float32 [R, T], as if it had chosen them itself."""
     from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
     class Force(AdapterLogitsProcessor):
@@ -118,9 +118,9 @@ def test_rounds_add_less_than_a_tenth_to_the_error_of_bfloat16(record_property: 
     fresh = error(None, [t[i - 128 : i + 1] for t, i in begins], [t[i + 1 : i + 33] for t, i in begins]).view(24, -1)
     low, high = interval(kept[:, after] - fresh)
     than_full = interval(kept[:, after] - stock[:, after])
-    size = float(fresh.mean())
+    size, rounded = float(fresh.mean()), float(kept[:, after].mean())
     line = (
-        f"mean |delta logprob|, bfloat16 against float32, same tokens: after rounds {float(kept[:, after].mean()):.4f}, "
+        f"mean |delta logprob|, bfloat16 against float32, same tokens: after rounds {rounded:.4f}, "
         f"on as many entries without rounds {size:.4f}, difference {low:+.4f} to {high:+.4f} (95%); "
         f"full cache {float(stock[:, after].mean()):.4f}, difference {than_full[0]:+.4f} to {than_full[1]:+.4f}"
     )

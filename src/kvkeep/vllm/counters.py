@@ -97,7 +97,7 @@ class Counters:
         place = _made()
         sweep()
         self.path = place / name
-        header = json.dumps({"engine": self.engine.index, "model": self.engine.model[:512]}).encode()
+        header = json.dumps({"engine": self.engine.index, "model": self.engine.model[:128]}).encode()
         with _writable(place):
             # It appears complete and locked, so that nobody takes it for the file of a dead process.
             self._file = open(f"{self.path}.new", "x+b")  # noqa: SIM115 (the lock lasts as long as the file is open)

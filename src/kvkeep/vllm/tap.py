@@ -145,8 +145,11 @@ class RequestTap(LogitsProcessor, LogitsProcessorV2):
         self.rows.extend([None] * (row + 1 - len(self.rows)))
 
     def _leave(self, request: Tracked | None) -> None:
-        """Remember a request that leaves the batch: under pipeline parallelism each comes back every few steps."""
-        if request is None:
+        """Remember a request that leaves the batch: under pipeline parallelism each comes back every few steps.
+
+        Only where it would cost something to make it anew: positions and block orders are replayed from round 0 on.
+        """
+        if request is None or not (request.serving.policy.signals or request.serving.whole_blocks):
             return
         self._away[id(request.prompt)] = request
         if len(self._away) > self._config.scheduler_config.max_num_seqs:
