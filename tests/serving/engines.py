@@ -124,7 +124,7 @@ def reference(
 ) -> list[Tokens]:
     """The same traces on the transformers engine, one request at a time, float32."""
     values = {"policy": "full"} if keep is None else {"scope": "grow", **keep}
-    for name in ("admission", "moving", "one_by_one"):
+    for name in ("admission", "moving", "one_by_one", "max_prompt"):
         values.pop(name, None)
     engine = HFEngine(_model(path, "float32"), _Tokenizer(), Settings.of(**values))  # type: ignore[arg-type]
     sampling = Sampling(max_new_tokens=length, ignore_end=True)

@@ -104,3 +104,19 @@ def test_requests_that_share_their_draws_are_warned_of_once(log: Lines) -> None:
         assert ask((one, 1), (other, None), (one, 1)) == 1
         assert ask((one, None), (one, None)) == 1
     assert any("give each a seed: `seed`, or kvkeep_seed in vllm_xargs" in line for _, line in log)
+
+
+def test_a_prompt_beyond_what_was_promised_is_named_once(log: Lines) -> None:
+    short, long = random_prompts(20, 900)
+    with serving(checkpoint("qwen3"), {**KEEP, "max_prompt": 100}, **{**SMALL, "num_gpu_blocks_override": 11}) as llm:
+        engine = llm.llm_engine
+        engine.add_request("long", {"prompt_token_ids": long}, params(4))
+        for _ in range(3):
+            assert engine.step() == []
+        errors = [line for level, line in log if level == "ERROR"]
+        assert len(errors) == 1
+        assert "a prompt of 900 tokens does not fit into the pool of 10 blocks, although max_prompt = 100" in errors[0]
+        engine.abort_request(["long"], internal=False)
+        assert (
+            len(llm.generate([{"prompt_token_ids": short}], [params(4)], use_tqdm=False)[0].outputs[0].token_ids) == 4
+        )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, ClassVar
 
 from vllm.utils.math_utils import cdiv
@@ -15,6 +16,8 @@ from .announce import announce
 from .progress import Progress
 from .spec import KeepSpec
 from .timeline import Timeline
+
+logger = logging.getLogger("vllm.kvkeep")
 
 
 class _Held:
@@ -55,7 +58,7 @@ class KeepManager(FullAttentionManager):
         self._reserves = self.serving.admission == "reserve"
         self.progress = Progress(self, kv_cache_spec.instance, f"scheduler{self.kv_cache_group_id}")
         # A waiting request is looked at in every step, and prompts of one length have one timeline.
-        self._timeline = lru_cache(maxsize=1024)(partial(Timeline.of, self.serving))
+        self._timeline = lru_cache(maxsize=1024)(self._made)
         if self.progress.first:
             announce(kv_cache_spec, self.block_pool.num_gpu_blocks - 1)  # block 0 is vLLM's null block
 
@@ -97,6 +100,17 @@ class KeepManager(FullAttentionManager):
         # request's tokens are its prompt. One that was preempted may ask for too little there; the next look is exact.
         slots = self._timeline(tokens if is_prompt else 1).slots if held is None else held.slots
         return min(slots, self.longest if self._reserves else tokens)
+
+    def _made(self, prompt: int) -> Timeline:
+        timeline = Timeline.of(self.serving, prompt)
+        pool = self.block_pool.num_gpu_blocks - 1
+        if cdiv(min(timeline.slots, self.longest), self.block_size) > pool:
+            logger.error(
+                "kvkeep: a prompt of %d tokens does not fit into the pool of %d blocks, although max_prompt = %s "
+                "promises shorter ones: it waits for ever, and those behind it, until it is aborted", prompt, pool,
+                self.serving.max_prompt,
+            )  # fmt: skip
+        return timeline
 
     # ---- a request's life ---------------------------------------------------------------------------
 
