@@ -15,7 +15,7 @@ from torch import Tensor
 from formulas.mix import mixed
 from kvkeep import Settings
 from kvkeep.budget import Budget
-from kvkeep.cli import _options
+from kvkeep.cli_options import read_options
 from kvkeep.evals.arms import Arm
 from kvkeep.plan import eviction_order
 from kvkeep.policies import Mix, Policy, RandomAttention, make_policy, register
@@ -267,7 +267,7 @@ def test_parts_are_spelled_on_one_line() -> None:
 
 
 def test_command_line_arms_and_json() -> None:
-    options = _options(["second=beaconkv+recent=8", "share=0.25"])
+    options = read_options(["second=beaconkv+recent=8", "share=0.25"])
     assert make_policy("mix", options) == Mix("random", "beaconkv+recent=8", 0.25)
     arm = Arm.parse("mix:second=rkv+lam=0.5+kernel=5,share=0.75,protect=none")
     assert make_policy(arm.policy, arm.options) == Mix("random", "rkv+lam=0.5+kernel=5", 0.75)
