@@ -102,8 +102,8 @@ def test_two_engines_and_nothing_left_after_sigterm() -> None:
         found = re.findall(r'^kvkeep:requests_total\{engine="(\d)".* (\S+)$', page, re.M)
         assert [engine for engine, _ in found] == ["0", "1"]
         assert sum(float(count) for _, count in found) == 4
-        with running.stream([1, 2, 3], 4000):
-            assert eventually(lambda: running.metrics()["blocks_in_use"] == 5)
+        with running.stream([1, 2, 3], 4000):  # abandoned while it runs
+            pass
         assert running.stop() == 0
         assert running.counters == []
 
