@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import numpy as np
@@ -96,14 +96,16 @@ class Keeper:
             whole = phase.tokens is None
             table = self._table(rows, phase, common.block_table_tensor)
             moves = self._due(rows, phase, table)
-            if number == 0:
-                self._run(moves)
-                moves = {}
             tokens = None if phase.tokens is None else send(torch.from_numpy(phase.tokens), table.device)
             described = (
                 self.described.whole(common, phase, table) if whole else self.described.part(common, phase, table)
             )
-            yield Part(build(described, whole), tokens, moves, self.layout, self._count)
+            part = Part(build(described, whole), tokens, moves, self.layout, self._count)
+            if number == 0:
+                for layer in moves:
+                    part.move(layer, self._config.compilation_config.static_forward_context[layer].kv_cache)
+                part.moves = {}
+            yield part
 
     # ---- rows -------------------------------------------------------------------------------------
 
@@ -111,13 +113,10 @@ class Keeper:
         known = self.tap.rows
         if not known:
             return None
-        if any(r is None for r in known) or len(known) > common.num_reqs:
+        if known != self._rows.requests:  # requests are compared by identity
+            self._rows = Rows([r for r in known if r is not None])
+        if len(self._rows.requests) != len(known) or len(known) > common.num_reqs:
             raise RuntimeError(f"the batch has {common.num_reqs} rows, and kvkeep's tap knows {len(known)} of them")
-        requests = [r for r in known if r is not None]
-        if len(requests) != len(self._rows.requests) or any(
-            a is not b for a, b in zip(requests, self._rows.requests, strict=True)
-        ):
-            self._rows = Rows(requests)
         return self._rows
 
     def _table(self, rows: Rows, phase: Phase, table: Tensor) -> Tensor:
@@ -138,17 +137,6 @@ class Keeper:
         each = self.rounds.plan(requests, numbers, table, [int(row) for row in phase.due])
         self._count(time.perf_counter() - begin, 0)
         return dict(zip(self.layer_names, each, strict=True))
-
-    def _run(self, moves: Mapping[str, list[LayerMoves]]) -> None:
-        if not moves:
-            return
-        begin, moved = time.perf_counter(), 0
-        context = self._config.compilation_config.static_forward_context
-        for name, each in moves.items():
-            for part in each:
-                part.run(self.layout, context[name].kv_cache)
-                moved += len(part.heads)
-        self._count(time.perf_counter() - begin, moved)
 
     def _count(self, seconds: float, moved: int) -> None:
         if self._counts:
